@@ -1,8 +1,8 @@
 """Policies by the names of a model's blocks: `vision:full*24;decoder:none*32`.
 
-A policy is one list over all layers, and its blocks follow each other in it: a vision tower or an
-encoder first, then the decoder with its multi-token-prediction depths. Here names and sizes become
-places in that list; what stands behind a name is read by `policy`.
+A policy is one list over all layers. The blocks follow each other in this list: a vision tower or
+an encoder first, then the decoder with its multi-token-prediction depths. This module turns names
+and sizes into places in the list; `policy` reads what stands behind a name.
 """
 
 from __future__ import annotations

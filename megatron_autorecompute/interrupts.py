@@ -1,5 +1,7 @@
-"""Processes that a program starts end when the program is gone, whatever ended it. Ctrl-C, which a
-terminal sends to a whole group of processes, reaches only the first of them."""
+"""Ends the processes that a program started whenever the program ends.
+
+Ctrl-C, which a terminal sends to a whole group of processes, reaches only the program itself.
+"""
 
 from __future__ import annotations
 

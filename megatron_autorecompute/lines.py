@@ -1,8 +1,8 @@
 """Bytes and times of a layer as lines in the tokens of a microbatch, fitted to what was seen.
 
-Everything that a layer keeps or computes has a size per token. Two things do not: unfused attention
-has tensors of length x length for each sample, and a layer with experts gets the tokens that are
-routed to its rank, those of other ranks too.
+Everything that a layer keeps or computes has a size per token, with two exceptions. Unfused
+attention has tensors of length x length for each sample. A layer with experts gets the tokens that
+are routed to its rank, and these come from other ranks too.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class LayerPolicy:
 
     @property
     def as_megatron(self) -> LayerPolicy:
-        """The same choice with all that Megatron reruns for it.
+        """This choice with all that Megatron reruns for it.
 
         Raises:
             PolicyError: it has what Megatron lacks: parts, modules, an early begin.

@@ -100,7 +100,7 @@ def add_options(parser: ArgumentParser) -> None:
         "--output",
         type=file,
         metavar="P.json",
-        help=f"default: {DEFAULT_OUTPUT}, unless there is one; - prints it",
+        help=f"file to write (default: a new {DEFAULT_OUTPUT}); - prints it",
     )
     add_json(parser)
     add_verbose(parser)

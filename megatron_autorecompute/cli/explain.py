@@ -23,7 +23,10 @@ class ExplainCommand(Command):
         """Add the plan's file and the layer."""
         parser.add_argument("plan", metavar="PLAN.json")
         parser.add_argument(
-            "--layer", type=int, metavar="I", help="0-based: print the cost of its other choices"
+            "--layer",
+            type=int,
+            metavar="I",
+            help="print what other choices of layer I (from 0) cost",
         )
         add_json(parser)
 

@@ -87,7 +87,7 @@ def _mamba(config: Mapping[str, Any]) -> float:
 
 
 def _gated_delta_net(config: Mapping[str, Any]) -> float:
-    """The same of a Gated DeltaNet layer."""
+    """Products per token of a Gated DeltaNet layer."""
     hidden, value_width = config["hidden_size"], config["linear_value_head_dim"]
     keys = config["linear_key_head_dim"] * config["linear_num_key_heads"]
     heads = config["linear_num_value_heads"]
@@ -111,7 +111,7 @@ def _attention(config: Mapping[str, Any], seq_length: int) -> float:
 
 
 def _latent_attention(config: Mapping[str, Any], seq_length: int) -> float:
-    """The same of multi-latent attention; defaults are MLATransformerConfig's."""
+    """Products per token of multi-latent attention; defaults are MLATransformerConfig's."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     rotary = config.get("qk_pos_emb_head_dim", 64)
     plain, value = config.get("qk_head_dim", 128), config.get("v_head_dim", 128)

@@ -35,10 +35,17 @@ from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.stage_problem import EARLY
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
 
+_MEGATRONS = "Megatron's flag of that name"
+_SWITCHES = (
+    "--overlap-moe-expert-parallel-comm",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The profiles to plan, and of a job what is known besides."""
+    """The profiles to plan, and what is known of their job."""
 
     profiles: Sequence[tuple[Profile, Known]]
     names: Sequence[str]
@@ -107,16 +114,14 @@ def add_problem(parser: ArgumentParser) -> None:
         "--microbatch-group-size",
         type=int,
         metavar="N",
-        help="as Megatron's flag (default: the number of stages)",
+        help=f"{_MEGATRONS} (default: the number of stages)",
     )
-    parser.add_argument("--overlap-moe-expert-parallel-comm", action="store_true")
-    parser.add_argument("--num-layers-in-first-pipeline-stage", type=int, metavar="N")
-    parser.add_argument("--num-layers-in-last-pipeline-stage", type=int, metavar="N")
-    parser.add_argument("--account-for-embedding-in-pipeline-split", action="store_true")
-    parser.add_argument("--account-for-loss-in-pipeline-split", action="store_true")
-    parser.add_argument(
-        "--pipeline-model-parallel-layout", metavar="TEXT", help="such as Et*3|(tt|)*6mL"
-    )
+    for name in _SWITCHES:
+        parser.add_argument(name, action="store_true", help=_MEGATRONS)
+    for name in ("--num-layers-in-first-pipeline-stage", "--num-layers-in-last-pipeline-stage"):
+        parser.add_argument(name, type=int, metavar="N", help=_MEGATRONS)
+    layout = f"{_MEGATRONS}, such as Et*3|(tt|)*6mL"
+    parser.add_argument("--pipeline-model-parallel-layout", metavar="TEXT", help=layout)
     parser.add_argument(
         "--imbalance-percentile",
         type=percentile,

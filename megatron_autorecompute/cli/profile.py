@@ -46,7 +46,7 @@ class ProfileCommand(Command):
             "--repeats",
             type=at_least(2),
             metavar="N",
-            help="least times that each choice is timed, in turns (default: "
+            help="how often each choice is timed, at least (default: "
             f"{MOST}, and down to {LEAST} where a layer has many choices)",
         )
         add_options(parser)

@@ -67,7 +67,7 @@ class Shape:
     num_microbatches: int = option(4, "microbatches in a step")
     pipeline_stages: int = option(2, "pipeline-parallel size, and the number of processes")
     bf16: bool = option(False, "train in bfloat16 with fp32 master weights; fp32 otherwise")
-    seed: int = option(1234, "of weights and dropout")
+    seed: int = option(1234, "seed of weights and dropout")
     hybrid_layer_pattern: str | None = option(
         None, "train a HybridModel of these layers, a symbol for each, | between stages"
     )

@@ -25,7 +25,7 @@ class Wrapped(Protocol):
         """Run the function."""
 
     def note(self, outputs: Any) -> None:
-        """After the first run: the checkpoint's outputs, whose graph has its node."""
+        """Note, after the first run, the checkpoint's outputs, whose graph has its node."""
 
 
 _replaced: list[Function] = []
@@ -62,7 +62,7 @@ def _let_go(reference: weakref.ref[Any]) -> None:
 
 
 _DISPATCHES = "wraps_functions_of_autorecompute"
-"""As `integrations.megatron_lm.WRAPS_FUNCTIONS`."""
+"""Marks a function as `integrations.megatron_lm.WRAPS_FUNCTIONS` does."""
 
 
 def dispatching(original: Function) -> Function:
@@ -89,7 +89,7 @@ def run(function: Function, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def second_run(node: Any) -> Iterator[tuple[Any, Any]]:
-    """As in the backward of a checkpoint, before the function runs again.
+    """Begin the second run, as a checkpoint's backward does before its function runs again.
 
     Args:
         node: the checkpoint's in the graph.

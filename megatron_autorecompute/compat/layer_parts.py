@@ -34,7 +34,7 @@ class Place:
     instead: Callable[[Any], None] | None = None
     """What it does besides, which a recompute that leaves it out must do; takes the owner."""
     product: bool = False
-    """Of the function, the batched product alone."""
+    """The batched product alone of the function."""
 
 
 REASONS = {
@@ -216,7 +216,7 @@ KEEPS: dict[str, Callable[[Layer], Iterator[Place]]] = {
 
 
 def worth_recomputing(layer: Layer) -> list[str]:
-    """Those of our modules that a layer has and that are measured unasked. `qkv` is not: with it
+    """The modules of ours that a layer has and that are measured unasked. `qkv` is not: with it
     plans were within 0.3% of those without."""
     if why_none(layer.config) is not None:
         return []
@@ -251,7 +251,7 @@ def _gather_routing(dispatcher: Any) -> None:
 
 
 def modules(layer: Layer) -> list[str]:
-    """Those of our modules that a layer has."""
+    """The modules of ours that a layer has."""
     return [module for module in OWN_MODULES if any(scope(layer, module))]
 
 

@@ -148,12 +148,12 @@ def _specs() -> Any:
 
 
 def block_spec(config: Any, vp_stage: int | None) -> Any:
-    """Of one chunk, as Megatron-LM's gpt_builders.py makes it."""
+    """The specs of one chunk, as Megatron-LM's gpt_builders.py makes them."""
     return _specs().get_transformer_block_with_experimental_attention_variant_spec(
         config, vp_stage=vp_stage
     )
 
 
 def layer_specs(config: Any) -> Any:
-    """Of every layer of the model."""
+    """The spec of every layer of the model."""
     return _specs().get_transformer_layer_with_experimental_attention_variant_spec(config)

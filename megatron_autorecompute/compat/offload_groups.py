@@ -20,11 +20,11 @@ from megatron_autorecompute.errors import ApplyError
 from megatron_autorecompute.patched import patched
 
 Switches = Mapping[int, Sequence[frozenset[str]]]
-"""By virtual chunk: the modules that every layer offloads, in the order of their forwards."""
+"""The modules that every layer offloads, in the order of their forwards, by virtual chunk."""
 
 
 def switches(owners: Iterable[tuple[torch.nn.Module, Sequence[Any]]]) -> Switches:
-    """Of blocks and multi-token-prediction depths, each with its layers."""
+    """The switches of blocks and multi-token-prediction depths, each with its layers."""
     found: dict[int, list[frozenset[str]]] = defaultdict(list)
     for owner, layers in owners:
         own = found[int(getattr(owner, "vp_stage", None) or 0)]

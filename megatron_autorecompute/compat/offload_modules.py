@@ -45,7 +45,7 @@ NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "pre_mlp_layernorm"}
 OF_EXPERTS = frozenset({"expert_fc1", "moe_act", "fused_group_mlp"})
 """Modules whose groups lie inside what `moe` recomputes."""
 SWITCH_OF_ALL = "fine_grained_activation_offloading"
-"""Of a config: with it a model's forward and the schedules tell the manager of microbatches."""
+"""A config's switch: with it a model's forward and schedules tell the manager of microbatches."""
 
 
 def check_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
@@ -168,7 +168,7 @@ def go_on_with(manager: Any) -> None:
 
 
 def begin_forward(_: torch.nn.Module, __: Any) -> None:
-    """Before a block's forward: check that the model told the manager of this microbatch.
+    """Check, before a block's forward, that the model told the manager of this microbatch.
 
     Raises:
         ApplyError: it did not; nothing would be offloaded.
@@ -251,10 +251,10 @@ class HostMemory:
     """Host memory that this rank's offload uses."""
 
     pinned_bytes: int
-    """Of the pool, which never shrinks; experts' groups, whose sizes vary, are not in it."""
+    """Bytes of the pool, which never shrinks. Experts' groups, whose sizes vary, are not in it."""
     waiting_bytes: dict[str, int]
-    """By module: what waits there at once when the first backward begins, as Megatron counts it in
-    the warm-up; empty before that has ended."""
+    """Bytes of each module that wait at once when the first backward begins, as Megatron counts
+    them in the warm-up; empty before the warm-up has ended."""
 
 
 def host_memory() -> HostMemory:

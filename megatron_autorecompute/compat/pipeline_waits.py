@@ -63,7 +63,7 @@ class _Step:
     losses: Any = None
     """The list that the schedule collects losses in: another one in each step."""
     chunks: list[Any] = field(default_factory=list)
-    """In the order of their first forwards, which is that of Megatron's."""
+    """The chunks in the order of their first forwards, which is Megatron's."""
     forwards: list[int] = field(default_factory=list)
     """The chunk of each."""
     backwards: int = 0
@@ -74,7 +74,7 @@ class _Step:
     waiting: collections.defaultdict[int, collections.deque[list[Begin]]] = field(
         default_factory=lambda: collections.defaultdict(collections.deque)
     )
-    """By chunk, of each microbatch whose backward has not begun what may begin early."""
+    """What may begin early, of each microbatch whose backward has not begun, by chunk."""
 
     def chunk(self, model: Any) -> int:
         for number, known in enumerate(self.chunks):
@@ -111,7 +111,7 @@ class _Watch:
         self.running: list[Begin] | None = None
         self._step = _Step()
         self._posting: tuple[bool, bool] | None = None
-        """Of the call of `_communicate` that runs: is it on the last stage, and does it wait."""
+        """Whether the running call of `_communicate` is on the last stage, and whether it waits."""
         self._over = False
         self._replaced: list[tuple[Any, str, Function, Function]] = []
         self._replace(schedules, "forward_step", self._forward_step)

@@ -103,7 +103,7 @@ def grouped_mlp(linear_fc1: type, linear_fc2: type) -> Any:
 
 
 def sequential_mlp(linear_fc1: type, linear_fc2: type) -> Any:
-    """The same for experts that run one after the other."""
+    """The class of experts that run one after the other."""
     from megatron.core.transformer.moe import experts
 
     submodules = experts.MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)

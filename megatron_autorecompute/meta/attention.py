@@ -290,7 +290,7 @@ class _Softmax(torch.autograd.Function):
 
 
 class _SoftmaxApart(_Softmax):
-    """The same with a gradient of its own: Transformer Engine since 2.19."""
+    """_Softmax with a gradient of its own: Transformer Engine since 2.19."""
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -299,7 +299,7 @@ class _SoftmaxApart(_Softmax):
 
 
 SOFTMAX = SimpleNamespace(apply=_Softmax.apply)
-"""In place of Megatron's fused softmaxes, which are called with more arguments."""
+"""The replacement of Megatron's fused softmaxes, which are called with more arguments."""
 
 
 def attend_with_scores(

@@ -22,7 +22,7 @@ _SAYS_NOTHING = re.compile(r"nvidia|gpu|sxm\d?|hbm\d?e?")
 """Words of a GPU's name that every known device could have."""
 _NO_DEVICE = ("units", "sources")
 USABLE = 0.5
-"""Of a node's memory for copies, by assumption; the rest is the data loader's and the system's."""
+"""The assumed share of a node's memory for copies; data loader and system have the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class Efficiency:
     gemm: float = 1.0
     """Share of the peak that large matrix products in bf16 reach."""
     gemm_quantised: float = 1.0
-    """The same in fp8 and fp4."""
+    """Share of the peak that large matrix products in fp8 and fp4 reach."""
     half_rows: float = 0.0
     """Rows of one expert at which grouped products reach half of that; 0: any number does."""
     half_rows_gradient: float = 0.0
-    """The same of the products for weight gradients."""
+    """Rows of one expert at which products for weight gradients reach half of that; 0: any does."""
     attention: float = 1.0
     """Share of the peak that fused attention reaches forward."""
     attention_backward: float = 1.0
-    """The same backward."""
+    """Share of the peak that fused attention reaches backward."""
     flash: float = 1.0
     """Share of these two that flash-attn reaches, where a job takes it."""
     bandwidth: float = 1.0
@@ -55,11 +55,11 @@ class Efficiency:
     host_us: float = 0.0
     """Microseconds that the host needs for one operation of torch, views too, or a collective."""
     module_us: float = 0.0
-    """The same for a kernel of Transformer Engine's modules or of Megatron's fused functions, with
-    the Python around it."""
+    """Microseconds that the host needs for a kernel of Transformer Engine's modules or of
+    Megatron's fused functions, with the Python around it."""
     exchange_us: float = 0.0
-    """The same for an exchange of a ring (context parallelism), with the step of attention that it
-    is for."""
+    """Microseconds that the host needs for an exchange of a ring (context parallelism), with the
+    step of attention that it is for."""
     collective_us: float = 0.0
     """Microseconds that every collective takes besides."""
     rank_us: float = 0.0
@@ -68,17 +68,17 @@ class Efficiency:
     """Milliseconds of a step outside its microbatches, besides collectives and the optimizer."""
 
     def with_flash(self) -> Efficiency:
-        """The same where flash-attn runs."""
+        """These figures where flash-attn runs."""
         return self.scaled("attention", self.flash).scaled("attention_backward", self.flash)
 
     def with_host(self, factor: float) -> Efficiency:
-        """The same with a host that takes `factor` times as long."""
+        """These figures with a host that takes `factor` times as long."""
         return (
             self.scaled("host_us", factor).scaled("module_us", factor).scaled("exchange_us", factor)
         )
 
     def scaled(self, name: str, factor: float) -> Efficiency:
-        """The same with one field times `factor`."""
+        """These figures with one field times `factor`."""
         return replace(self, **{name: getattr(self, name) * factor})
 
 
@@ -103,14 +103,14 @@ class Host:
     shared_by: int
     """GPUs that share the link."""
     memory_bytes: int
-    """Of a node."""
+    """The memory of a node."""
     gpus: int
-    """Of a node."""
+    """The GPUs of a node."""
     source: str
 
     @property
     def link(self) -> HostLink:
-        """For one device, while all others copy, too."""
+        """The rate of one device while all others copy, too."""
         rate = self.link_bytes / self.shared_by / 1e9
         return HostLink(rate, rate, round(USABLE * self.memory_bytes / self.gpus))
 
@@ -134,7 +134,7 @@ class Device:
     """CUDA's compute capability: 9.0 is Hopper, 10.0 and 10.3 are Blackwell."""
     memory_bytes: int
     flops: Mapping[str, float]
-    """By precision: bf16, fp8, fp4; without the precisions that the device lacks."""
+    """Peak rates by precision: bf16, fp8, fp4, without precisions that the device lacks."""
     bandwidth_bytes: float
     link_bytes: float
     """Bytes per second in one direction, within a group of `link_domain` GPUs."""

@@ -1,7 +1,7 @@
 """What MoE dispatchers keep of their last microbatch, beside what its layer saves for the backward.
 
-A tensor of both is alive once, though it counts in what the layer holds and, because it stays until
-the layer's next forward, in static bytes. So do tensors that the graph of a kept tensor leads to.
+A tensor of both is alive once but counts twice: in what the layer holds and, because it stays until
+the layer's next forward, in static bytes. So do tensors to which the graph of a kept tensor leads.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def kept_beside(
 
 
 def _own_bytes(keepers: Sequence[Any], live: LiveBytes) -> int:
-    """Of the tensors that objects keep, bytes of those that are gone without them."""
+    """The bytes of tensors that vanish with the objects that keep them."""
     kept = [
         (keeper, name, each)
         for keeper in keepers

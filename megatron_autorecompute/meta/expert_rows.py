@@ -30,8 +30,8 @@ class Rows:
     """How many rows a rank's experts get of evenly routed tokens, and what they keep of them."""
 
     copies: int = 1
-    """Of each token, on all ranks that exchange tokens, divided by the ranks that hold different
-    experts: router's top-k times expert tensor parallel ranks."""
+    """The copies of each token on all ranks that exchange tokens, divided by the ranks that hold
+    different experts: router's top-k times expert tensor parallel ranks."""
     capacity: float | None = None
     """`moe_expert_rank_capacity_factor`: tensors have room for so many times the even share."""
     multiple: int = 1
@@ -54,11 +54,11 @@ class Rows:
 
 
 EVEN = Rows()
-"""Those of a job without HybridEP, which change nothing."""
+"""The rows of a job without HybridEP, which change nothing."""
 
 
 def rows(job: Job) -> Rows:
-    """Of a job."""
+    """The rows of a job."""
     if dispatcher(job) != "hybridep":
         return EVEN
     config = job.resolved
@@ -79,7 +79,7 @@ class _Handle:
     group: Any
     tokens: int
     experts: int
-    """Of one rank."""
+    """The experts of one rank."""
     rows: int
 
 
@@ -124,7 +124,7 @@ def _exchanged(x: torch.Tensor, length: int, group: Any) -> torch.Tensor:
 
 
 def hybrid_ep(of: Rows) -> dict[str, Callable[..., Any]]:
-    """By their names in megatron-core's transformer/moe/token_dispatcher.py."""
+    """The stand-ins by their names in megatron-core's transformer/moe/token_dispatcher.py."""
 
     def dispatch(
         x: torch.Tensor,
@@ -258,4 +258,4 @@ PERMUTATION: dict[str, Any] = {
     "HAVE_TE": True,
     "is_te_min_version": lambda *_: False,  # asked before an argument for padding is passed on
 }
-"""By their names in megatron-core's transformer/moe/moe_utils.py."""
+"""The stand-ins by their names in megatron-core's transformer/moe/moe_utils.py."""

@@ -181,7 +181,7 @@ def _record(record: ChoiceRecord, run: GraphRun | None) -> ChoiceRecord:
 def _runs(
     job: Job, copies: Sequence[int], choices: Sequence[LayerPolicy], clock: Roofline
 ) -> list[GraphRun | None]:
-    """Of every layer of a shard, each with its choice; None where nothing of it is captured."""
+    """Every layer's runs in a shard, each with its choice; None where nothing is captured."""
     asked, left_out = with_graph_fields(job, "transformer_engine")
     with meta_megatron(asked):
         config, _ = shard_config(asked, copies, left_out)
@@ -218,7 +218,7 @@ def _loss(step: JobStep, model: torch.nn.Module) -> torch.Tensor:
 def _called_with(
     layers: Sequence[Any], step: Callable[[], Any]
 ) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
-    """In a step each layer's keyword arguments, and the shape of its hidden states."""
+    """The keyword arguments of each layer in a step, and the shape of its hidden states."""
     found: list[tuple[tuple[int, ...], dict[str, Any]]] = []
 
     def note(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -280,7 +280,7 @@ def _run(
 
 
 Readings = tuple[Reading, Reading]
-"""Of a forward and of its backward."""
+"""The readings of a forward and of its backward."""
 
 
 def _together(inside: Readings, outside: Readings, clock: Roofline) -> tuple[float, float]:

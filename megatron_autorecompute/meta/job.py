@@ -49,7 +49,7 @@ STASH_FIELDS = (
 TE_VERSION = "2.11"
 """Assumed of Transformer Engine where a job does not say."""
 TORCH_VERSION = "2.11"
-"""The same of torch."""
+"""Assumed of torch where a job does not say."""
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
@@ -201,7 +201,7 @@ class Job:
 
     @property
     def padded_vocab_size(self) -> int:
-        """As `vocab_size_with_padding` in Megatron's training/tokenizer code."""
+        """The vocabulary, padded as by `vocab_size_with_padding`."""
         multiple = self.make_vocab_size_divisible_by * self.size("tensor")
         return -(-self.vocab_size // multiple) * multiple
 
@@ -240,13 +240,13 @@ class Job:
         return _parts(self.te_version) >= version
 
     def has_torch(self, *version: int) -> bool:
-        """The same of torch."""
+        """Whether torch has this version or a later one."""
         return _parts(self.torch_version) >= version
 
     @property
     def attention_mask_bytes(self) -> int:
-        """Of one microbatch's mask, [samples, 1, queries of a rank, keys] of one byte each;
-        Megatron-LM's get_batch_on_this_cp_rank takes this rank's queries. Packed samples have
+        """The bytes of one microbatch's mask, [samples, 1, queries of a rank, keys] of one byte
+        each. Megatron-LM's get_batch_on_this_cp_rank takes this rank's queries. Packed samples have
         none."""
         if not self.attention_mask_in_dataloader or self.packed_samples:
             return 0
@@ -298,7 +298,7 @@ class Job:
 
     @property
     def pattern(self) -> HybridPattern | None:
-        """Of a HybridModel; None for a GPTModel."""
+        """The pattern of a HybridModel; None for a GPTModel."""
         text = self.resolved.hybrid_layer_pattern
         return None if text is None else HybridPattern.parse(text)
 
@@ -348,7 +348,7 @@ class Job:
         return tuple(bool(one) for one in freq)
 
     def layout(self) -> Layout:
-        """Which stage holds which layers."""
+        """The layers of each stage."""
         pattern = self.pattern
         if pattern is not None:
             ends = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]

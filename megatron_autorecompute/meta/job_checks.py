@@ -1,7 +1,7 @@
-"""Refuses a job whose config cannot be a model's: sizes that are none, and that do not go together.
+"""Refuses a job with impossible sizes, or sizes that contradict each other.
 
-Megatron checks much of this itself, some of it late, some by an error that names no field, and some
-not at all: `32.5` layers would be 32.
+Megatron finds some of these late, some with an error that names no field, and some not at all:
+`32.5` layers would be 32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMM_TYPES = ("p2p", "all_gather", "allgather", "a2a", "a2a+p2p")
 MOST_RANKS = 1 << 20
 MOST_EXPERTS = 1 << 12
 MOST_WIDTH = 1 << 24
-"""Of a hidden state, in elements; more than any model has."""
+"""The most elements of a hidden state; more than any model has."""
 
 _WIDTHS = (
     *("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads"),
@@ -184,7 +184,7 @@ def _cannot_split_mlp(values: Resolved) -> Iterator[str]:
 
 
 def _not_of_precision(config: Mapping[str, Any], precision: str) -> Iterator[str]:
-    """Fields of the config that ask for another precision than the job's."""
+    """The fields of the config that ask for another precision than the job's."""
     if config.get("bf16") is False and not config.get("fp16"):
         yield "neither bf16 nor fp16: training in fp32 is not modelled; set one (--bf16, --fp16)"
     if config.get("fp8") and not precision.startswith(("fp8", "mxfp8")):

@@ -62,7 +62,7 @@ class Settings:
     parameter's hook frees: without gradient accumulation fusion the gradient, and with it the dummy
     of Transformer Engine's versions that do not keep it (`shared_buffers`)."""
     grouped_gradients: bool = False
-    """The same for experts' weights."""
+    """Whether the backward of experts' products makes a tensor of their weights' shape."""
     fuses_gradients: bool = True
     """Products add weight gradients to main_grad themselves; else the hooks of
     DistributedDataParallel do."""
@@ -75,7 +75,7 @@ class Settings:
     compiles: bool = True
     """Whether functions that Megatron has torch compile are one kernel; else they run as is."""
     rows: expert_rows.Rows = expert_rows.EVEN
-    """Of experts, where HybridEP exchanges tokens."""
+    """The rows of experts where HybridEP exchanges tokens."""
 
 
 _settings = Settings()
@@ -687,7 +687,7 @@ class StandIns(BackendSpecProvider):
         return Attention
 
     def activation_func(self) -> None:
-        """None: Megatron's own."""
+        """The activation; None: Megatron's own."""
         return None
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *_: Any) -> Any:
@@ -756,7 +756,7 @@ def _general_gemm(
     bias: torch.Tensor | None = None,
     grad: bool = False,
 ) -> tuple[torch.Tensor]:
-    """Of a router, whose input it reads as it is, where torch needs a copy in fp32."""
+    """The product of a router, which reads its input as it is, where torch needs a copy in fp32."""
     return (ops.general_gemm(a, b, out_dtype, layout),)
 
 

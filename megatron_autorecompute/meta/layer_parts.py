@@ -1,11 +1,11 @@
 """Bytes of the parts that EP overlap runs a layer in, by Megatron's own schedule on meta tensors.
 
-Every part has an autograd graph of its own, and some free their input when they have run: so a
-layer holds less than in one piece (megatron-core `models/common/utils.py`, `should_free_input`).
-Every part keeps its output until its backward has run, and who calls the layer's backward keeps the
-gradient of its output as long. Where the dispatcher's `probs` have a graph, the leaf of that, which
-is the layer's input, stays with its gradient until the layer's next forward. A chunk's output keeps
-the leaves of its graph and their gradients until the chunk's backward ends.
+Every part has an autograd graph of its own, and some parts free their input when they have run. So
+a layer holds less than in one piece (megatron-core `models/common/utils.py`, `should_free_input`).
+Every part keeps its output until its backward has run. The caller of the layer's backward keeps the
+gradient of the layer's output until then, too. If the dispatcher's `probs` have a graph, its leaf
+(the layer's input) stays with its gradient until the layer's next forward. A chunk's
+output keeps its graph's leaves and their gradients until the chunk's backward ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from megatron_autorecompute.runtime.live_bytes import LiveBytes
 FIRST = ("attn", "pre_dispatch_computation")
 """The name of a layer's first part, in 0.16 and since."""
 NAMES = ("moe_dispatch", "mlp", "moe_combine")
-"""Of the others; a dense layer has only the second."""
+"""The names of the other parts; a dense layer has only the second."""
 OUTSIDE = ("pre_process", "post_process")
 
 
@@ -100,7 +100,7 @@ def _record(
 
 
 def _allowed(job: Job, kinds: Sequence[LayerKind]) -> dict[str, tuple[LayerPolicy, ...]]:
-    """By the kind's name the choices that Megatron allows with the overlap."""
+    """The choices that Megatron allows with the overlap, by the kind's name."""
     with meta_megatron(job):
         config, _ = _config(job, [1] * len(job_kinds(job)))
         return {
@@ -124,9 +124,9 @@ class _Note(NamedTuple):
     start_bytes: int
     peak_bytes: int
     inputs: tuple[weakref.ref[torch.Tensor], ...]
-    """Of a backward; they end with it unless something has its graph."""
+    """The inputs of a backward; they end with it unless something has its graph."""
     kept_bytes: int
-    """Of a backward: leaves of its output's graph, and their gradients, when it has run."""
+    """Bytes left after a backward: leaves of its output's graph, and their gradients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def _noted(live: LiveBytes) -> Iterator[list[_Note]]:
 
 
 def _leaves(outputs: Any) -> Iterator[torch.Tensor]:
-    """Of the graphs of some tensors; parameters too."""
+    """The leaves of the graphs of some tensors, parameters included."""
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     left = [output.grad_fn for output in outputs if output is not None]
     seen = set(left)

@@ -1,5 +1,7 @@
-"""Profiles a job whose microbatches differ in length: at the buckets, with lines through; which
-microbatches its calls have follows from how a loop packs samples.
+"""Profiles a job whose microbatches differ in length.
+
+The job is profiled at the buckets, and lines go through these. How a loop packs samples decides
+which microbatches its calls have.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from megatron_autorecompute.profile import ChoiceRecord, LayerKind, Profile
 CALLS = 64
 """Simulated calls, drawn from the lengths with a fixed seed."""
 CALLS_KEPT = 8
-"""Of these, calls whose lengths a profile keeps."""
+"""The number of these calls whose lengths a profile keeps."""
 
 
 def lengths_of(job: Job) -> tuple[list[int], list[float]]:
@@ -97,7 +99,7 @@ class Calls:
     """Simulated calls of a loop."""
 
     shares: dict[int, float]
-    """Of all calls, by the bucket of their largest microbatch on any rank, in tokens on a rank."""
+    """The share of calls by the bucket of their largest microbatch, in tokens on a rank."""
     num_microbatches: int
     """The median."""
     examples: tuple[tuple[int, ...], ...]

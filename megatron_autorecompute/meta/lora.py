@@ -12,7 +12,7 @@ from typing import Any
 from megatron_autorecompute.errors import OptionError
 
 DEFAULT_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Of Bridge's LoRA (peft/lora.py)."""
+"""The default targets of Bridge's LoRA (peft/lora.py)."""
 TARGETS = (
     *DEFAULT_TARGETS,
     *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),

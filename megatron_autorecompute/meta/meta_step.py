@@ -120,7 +120,7 @@ class StageStep:
     stage: int
     parameter_bytes: int
     gradient_bytes: int
-    """In the parameters' dtype; Megatron's main gradients may be wider."""
+    """The bytes of gradients in the parameters' dtype; Megatron's main gradients may be wider."""
     buffer_bytes: int
     """Module buffers, the attention mask, and the tensors of `kept_between_steps`."""
     peak_bytes: int
@@ -205,7 +205,7 @@ def in_processes(
 def in_processes_beside(
     run: Callable[[int], Result], stages: Sequence[int], max_workers: int = 1
 ) -> Iterator[list[Future[Result]]]:
-    """The same while this process goes on; at the end of the block it waits for them."""
+    """Like `in_processes`, while this process goes on; the block ends when all have ended."""
     pool = ProcessPoolExecutor(
         max_workers, multiprocessing.get_context("spawn"), initializer=_start_process
     )
@@ -335,7 +335,7 @@ def fake_ranks(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
 
 
 class _Work:
-    """Of a p2p operation, with its tensor: as gloo's and NCCL's, and unlike the fake group's."""
+    """A p2p operation's work with its tensor, as gloo and NCCL have it and the fake group not."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -641,7 +641,7 @@ class _Recorder:
         return wrapper
 
     def combined_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Of EP overlap: a forward, a backward, or one beside the other."""
+        """One step of EP overlap: a forward, a backward, or one beside the other."""
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:

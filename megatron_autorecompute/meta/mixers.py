@@ -21,7 +21,7 @@ from megatron_autorecompute.meta import ops
 
 _FP32 = torch.float32
 _TAPS = 4
-"""Of the convolution, `d_conv` of Megatron's MambaMixer."""
+"""The taps of the convolution, `d_conv` of Megatron's MambaMixer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ScanShape:
 
     @property
     def tokens(self) -> int:
-        """Of all sequences."""
+        """The tokens of all sequences."""
         return self.batch * self.length
 
     @property
@@ -53,7 +53,7 @@ class ScanShape:
 
     @property
     def chunks(self) -> int:
-        """Of one sequence."""
+        """The chunks of one sequence."""
         return math.ceil(self.length / self.chunk)
 
     @property
@@ -208,7 +208,7 @@ class PackedIndices:
     def thd_get_partitioned_indices(
         _: torch.Tensor, total_tokens: int, cp_size: int, __: int
     ) -> torch.Tensor:
-        """Where one rank's tokens of packed samples are: int32 [total_tokens / cp_size]."""
+        """The places of one rank's tokens in packed samples: int32 [total_tokens / cp_size]."""
         return torch.empty(total_tokens // cp_size, dtype=torch.int32, device="meta")
 
 
@@ -282,7 +282,7 @@ def _recomputed(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _flops(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
-    """Of forward and backward: products with states, and products within chunks."""
+    """The operations of forward and backward: products with states, and products within chunks."""
     batch, length, heads, k_width = k.shape
     v_width, rows = v.shape[3], batch * length * heads
     return (

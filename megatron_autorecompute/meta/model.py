@@ -87,7 +87,7 @@ class JobKind:
     linear: bool
     """Whether a GPTModel's layer has linear attention (`experimental_attention_variant`)."""
     symbol: str
-    """Of a HybridModel's pattern; empty for a GPTModel."""
+    """The symbol in a HybridModel's pattern; empty for a GPTModel."""
     layers: tuple[int, ...]
 
 

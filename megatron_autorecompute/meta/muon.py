@@ -67,7 +67,7 @@ def iteration_flops(rows: int, columns: int) -> int:
 
 
 def split_rows(part: torch.nn.Module) -> dict[int, tuple[int, ...]]:
-    """By the weight's id, rows of query, key and value where they are one weight; Muon splits it
+    """Rows of query, key and value by the weight's id, where they are one weight that Muon splits
     (`muon_split_qkv`)."""
     return dict(_split_rows(part))
 

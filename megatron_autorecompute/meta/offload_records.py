@@ -95,10 +95,10 @@ class _Saved:
     storages: dict[int, int] = field(default_factory=dict)
     """Bytes by storage."""
     alive: list[torch.UntypedStorage] = field(default_factory=list)
-    """So that none has the address of another."""
+    """Kept alive, so that no tensor has the address of another."""
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As autograd's hook is called."""
+        """Called as autograd's hook."""
         base = tensor if tensor._base is None else tensor._base
         whole = base if base.numel() == tensor.numel() else tensor
         if tensor.numel() >= LEAST_ELEMENTS and whole.is_contiguous():

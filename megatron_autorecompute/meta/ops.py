@@ -159,7 +159,7 @@ generator_states = torch.ops.megatron_autorecompute.generator_states
 """A checkpoint reads or sets the states of all random generators: the host alone is busy."""
 
 MAIN_STREAM, DDP_STREAM, CONTEXT_PARALLEL_STREAM = range(3)
-"""Of a device: torch's allocator has blocks of its own for each."""
+"""The streams of a device. torch's allocator has blocks of its own for each."""
 _current_stream = [MAIN_STREAM]
 
 

@@ -16,12 +16,12 @@ from megatron_autorecompute.units import GIB
 CONTEXT_BYTES = round(2 * GIB)
 """CUDA's context and NCCL's rings: assumed."""
 ALL_TO_ALL_PEER_BYTES = round((4.34e9 - 1.06e9) / 7)
-"""For each other rank of an all-to-all within one NVLink domain: 4.34 GB outside torch after the
-first all-to-all of 8 H100s, 1.06 GB before (NVIDIA/nccl issue 1685)."""
+"""Bytes for each other rank of an all-to-all within one NVLink domain: 4.34 GB outside torch after
+the first all-to-all of 8 H100s, 1.06 GB before (NVIDIA/nccl issue 1685)."""
 ALL_TO_ALL_BYTES = 6_403 << 20
-"""Of a whole job whose experts' all-to-all crosses nodes: device memory used less the most that
-torch reserved, 68,973 - 62,570 MB on 64 H100s with EP 16 and PP 4 (NVIDIA/Megatron-LM pull request
-6429; 6,411 MB with EP overlap)."""
+"""Bytes of a whole job whose experts' all-to-all crosses nodes: device memory used less the most
+that torch reserved, 68,973 - 62,570 MB on 64 H100s with EP 16 and PP 4 (NVIDIA/Megatron-LM pull
+request 6429; 6,411 MB with EP overlap)."""
 _NODE = 8
 """LEGACY_NUM_MAX_NVL_PEERS of DeepEP."""
 _SMS = 20

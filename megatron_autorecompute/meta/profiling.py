@@ -320,7 +320,7 @@ def _alone_ms(job: Job, clock: Roofline, kinds: Sequence[LayerKind], progress: P
 
 
 def _none_ms(kinds: Sequence[LayerKind]) -> dict[int, float]:
-    """By layer a forward and a backward without recompute."""
+    """The time of a forward and a backward without recompute, by layer."""
     found = {index: kind.record(NONE) for kind in kinds for index in kind.layers}
     return {index: one.forward_ms + one.backward_ms for index, one in found.items() if one}
 
@@ -454,7 +454,7 @@ def _with_offload(every: ChoicesOf, sets: Sequence[Sequence[str]], layer: Any) -
 
 
 def _set_of(modules: Sequence[str], layer: Any) -> Choices:
-    """None, full, and the set of those of the modules that the layer has."""
+    """None, full, and the set of the modules that the layer has."""
     usable = {name for name in rules.usable_modules(layer) if name in modules}
     found = every_choice(layer)
     plain = [c for c in found if not c.keep]
@@ -602,7 +602,7 @@ def _counted(parameter: torch.Tensor, rows: Sequence[int] | None) -> Parameters:
 
 
 def _parts_of_stages(job: Job) -> Iterator[tuple[tuple[int, ...], bool, bool]]:
-    """Of every stage: its layers, and whether it has the embedding and the head."""
+    """The layers of every stage, and whether it has the embedding and the head."""
     for chunks in job.layout().stages:
         yield (
             tuple(sorted(layer for chunk in chunks for layer in chunk.layers)),
@@ -612,7 +612,7 @@ def _parts_of_stages(job: Job) -> Iterator[tuple[tuple[int, ...], bool, bool]]:
 
 
 def stage_parameters(job: Job, device: Device) -> tuple[Parameters, ...]:
-    """Of one rank of every stage."""
+    """The parameters of one rank of every stage."""
     with shard(job, [1] * len(job_kinds(job))) as built:
         counted = _Counted(job, built, device)
     return _parameters(job, counted)

@@ -22,21 +22,21 @@ class Resolved:
     """TransformerConfig's; MLATransformerConfig has True."""
     attention_dropout: float = 0.1
     attention_backend: str = "auto"
-    """By its name."""
+    """The backend by its name."""
     window_size: Any = None
     window_attn_skip_freq: int | list[int] | None = None
     linear_attention_freq: int | list[int] | None = None
     mtp_num_layers: int = 0
-    """Without depths Megatron has None."""
+    """The number of depths, where Megatron has None for 0."""
     hybrid_layer_pattern: str | None = None
     """An argument of HybridModel, and in a job's config with the others."""
 
     num_moe_experts: int = 0
-    """Without experts Megatron has None."""
+    """The number of experts, where Megatron has None for 0."""
     moe_layer_freq: int | list[int] = 1
     moe_ffn_hidden_size: int | None = None
     moe_shared_expert_intermediate_size: int = 0
-    """Without shared experts Megatron has None."""
+    """The size of shared experts, where Megatron has None for 0."""
     moe_router_topk: int = 2
     moe_router_dtype: str | None = None
     moe_router_num_groups: int | None = None
@@ -88,6 +88,6 @@ class Resolved:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Resolved:
-        """Of the fields that a job gives."""
+        """The settings of the fields that a job gives."""
         named = {field.name for field in fields(cls)}
         return cls(**{n: v for n, v in config.items() if n in named and v is not None})

@@ -30,7 +30,7 @@ RING = "broadcast_"
 """A step of ring attention, which `context_parallel` writes so."""
 ALLTOALL = "alltoall_base_"
 _TOKENS = 1 << 14
-"""With random scores; enough for 1%."""
+"""The number of tokens with random scores; it gives 1%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Spread:
 
     experts: int
     copies: int
-    """Of each token."""
+    """The copies of each token."""
     groups: int = 1
     """`moe_router_num_groups`: equal parts of the experts, in order."""
     chosen: int = 1
@@ -162,10 +162,10 @@ class Roofline(TorchDispatchMode):
         self.links = Links(device, efficiency)
         self.seconds = self.host_seconds = self.alltoall_seconds = 0.0
         self.exposed_seconds = 0.0
-        """Of `seconds`, those in which a collective alone runs."""
+        """The part of `seconds` in which a collective alone runs."""
         self.flops = 0
         self.started_seconds = 0.0
-        """Of collectives that the next product will run beside."""
+        """Seconds of collectives that the next product will run beside."""
         self._room = 0.0  # seconds of the last product that no collective ran beside yet
 
     def now(self) -> Reading:
@@ -173,7 +173,7 @@ class Roofline(TorchDispatchMode):
         return Reading(self.seconds, self.host_seconds, self.alltoall_seconds)
 
     def settled(self) -> Reading:
-        """The same, when all that was started has ended; nothing more will run beside it."""
+        """The reading when all that was started has ended; nothing more will run beside it."""
         self._expose(self.started_seconds)
         self.started_seconds = self._room = 0.0
         return self.now()
@@ -299,7 +299,7 @@ class Communication(Roofline):
         return Reading(self.exposed_seconds, 0.0, 0.0)
 
     def ms_between(self, begin: Reading, end: Reading) -> float:
-        """The same without the host's."""
+        """Milliseconds between two readings, without the host's."""
         return 1e3 * (end.kernels - begin.kernels)
 
 
@@ -334,7 +334,7 @@ def _experts(name: str, args: Any) -> torch.Tensor | None:
 
 
 def _storages(operands: Any) -> dict[int, int]:
-    """By storage, the most bytes that one of the tensors spans in it."""
+    """The most bytes that one of the tensors spans in each storage."""
     found: dict[int, int] = {}
     for tensor in _tensors(operands):
         storage = tensor.untyped_storage()

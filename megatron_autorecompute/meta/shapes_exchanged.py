@@ -1,9 +1,9 @@
-"""What stages tell each other before every tensor if microbatches differ in length, or if MTP
-depths are on another stage than the loss: its shape.
+"""The shapes that stages send each other before every tensor.
 
+They do so if microbatches differ in length, or if MTP depths are on another stage than the loss.
 Megatron's own code of `variable_seq_lengths` and `mtp_standalone` runs, with real small tensors on
-CPU. The fake process group delivers nothing, so what a neighbour would have sent is filled in:
-neighbours run the same schedule, and send the shapes of their microbatches in its order.
+CPU. The fake process group delivers nothing, so this module fills in what a neighbour would have
+sent: neighbours run the same schedule, and send the shapes of their microbatches in its order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.cost.schedule import Schedule
 
 Shape = tuple[int, int, int]
-"""Of a tensor between stages: tokens, micro-batch, hidden."""
+"""The shape of a tensor between stages: tokens, micro-batch, hidden."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Wide:
     in one tensor."""
 
     first_stage: int | None
-    """From which on the last chunk's outputs are such ones; None: none is."""
+    """The first stage whose last chunk has such outputs; None: none has."""
     factor: int
     """Times as many tokens."""
 

@@ -89,7 +89,7 @@ def dummy_weight_gradients(job: Job, modules: Iterable[torch.nn.Module]) -> dict
 
 
 def dummy_name(shape: Sequence[int]) -> str:
-    """Of the dummy of weights [out, in]."""
+    """The name of the dummy of weights [out, in]."""
     return f"dummy weight gradient {shape[0]}x{shape[1]}"
 
 

@@ -97,7 +97,7 @@ class PlannedStep(JobStep):
     def __call__(
         self, iterator: Any, model: Any, return_schedule_plan: bool = False
     ) -> tuple[Any, Callable[..., Any]]:
-        """As JobStep; with `return_schedule_plan` nothing has run yet."""
+        """Run a microbatch as JobStep does; with `return_schedule_plan` nothing has run yet."""
         run = model.build_schedule_plan if return_schedule_plan else model
         return super().__call__(iterator, run)
 

@@ -26,16 +26,16 @@ class Parameters:
     expert: int = 0
     """Sharded over the ranks that hold the same experts."""
     frozen: int = 0
-    """Without gradient and optimizer state."""
+    """Parameters without gradient and optimizer state."""
     dense_matrices: int = 0
-    """Those of `dense` that Muon trains: two-dimensional, but not embedding and output layer
+    """The part of `dense` that Muon trains: two-dimensional, but not embedding and output layer
     (megatron-core optimizer/emerging_optimizers.py `_is_nonlinear_or_embedding`)."""
     expert_matrices: int = 0
-    """Those of `expert`."""
+    """The part of `expert` that Muon trains."""
     dense_muon: Orthogonalized = NO_MATRICES
     """What Muon computes over `dense_matrices`."""
     expert_muon: Orthogonalized = NO_MATRICES
-    """The same over `expert_matrices`."""
+    """What Muon computes over `expert_matrices`."""
 
     def __add__(self, other: Parameters) -> Parameters:
         return Parameters(
@@ -146,7 +146,7 @@ def state_bytes(job: Job) -> int:
 
 
 def state_parts(job: Job) -> tuple[int, int, int]:
-    """The same of each of the three."""
+    """Bytes of each of the three for each parameter."""
     if not job.use_precision_aware_optimizer:
         return 4, 4, 4
     moments = ELEMENT_BYTES[job.exp_avg_dtype], ELEMENT_BYTES[job.exp_avg_sq_dtype]

@@ -28,11 +28,11 @@ class StageWork:
     """What the end of a step does on one pipeline stage."""
 
     parameters: Parameters
-    """Of one rank."""
+    """The parameters of one rank."""
     backward_ms: float
-    """Of one microbatch, behind which gradients can be reduced."""
+    """The backward of one microbatch, behind which gradients can be reduced."""
     forward_ms: float
-    """Of one microbatch, behind which weights can be gathered."""
+    """The forward of one microbatch, behind which weights can be gathered."""
 
 
 def step_end_ms(job: Job, device: Device, efficiency: Efficiency, stage: StageWork) -> float:
@@ -76,7 +76,7 @@ def _shards(job: Job, parameters: Parameters) -> tuple[_Shard, _Shard]:
 
 
 def _collectives_ms(job: Job, links: Links, count: int, ranks: range, stage: StageWork) -> float:
-    """Of one kind of parameters: what no microbatch hides."""
+    """The collectives of one kind of parameters that no microbatch hides."""
     if len(ranks) < 2 or not count:
         return 0.0
     gradient_bytes = 4 if job.accumulate_allreduce_grads_in_fp32 else 2

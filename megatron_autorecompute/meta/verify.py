@@ -35,7 +35,7 @@ from megatron_autorecompute.profile import HostLink
 from megatron_autorecompute.units import GIB, gib
 
 TOLERANCE = 0.005
-"""By how much, relatively, a predicted activation peak may differ from Megatron's."""
+"""The relative difference from Megatron's that a predicted activation peak may have."""
 BESIDE = 3
 """Boundary tensors; see `StageCheck.combined`."""
 # The schedule contains neither the optimizer step nor what a job's own forward_step keeps.
@@ -54,9 +54,9 @@ class StageCheck:
     """Activation peak by the cost model, without what a meta step lacks: static bytes, the
     optimizer step, and what a job's own forward_step keeps."""
     megatron_bytes: int
-    """The same by Megatron's own schedule."""
+    """The activation peak in Megatron's own schedule."""
     megatron_moment: str
-    """Where in that schedule: `backward of layer 11`."""
+    """The moment of that peak in Megatron's schedule: `backward of layer 11`."""
     static_bytes: int
     """Static bytes from the profile, plus what the measured job itself kept, plus what copies under
     way to host memory add to the peak."""
@@ -77,7 +77,7 @@ class StageCheck:
     call: int | None = None
     """The number of the call with mixed lengths that ran; None: microbatches of one length."""
     lengths: tuple[int, ...] = ()
-    """Of that call the tokens of each microbatch that the stage ran, on a rank."""
+    """The tokens of each microbatch of that call that the stage ran, on a rank."""
     bound_bytes: int | None = None
     """The plan's own peak in Megatron's schedule, where no microbatch of the call is longer than
     the plan's; None otherwise."""
@@ -208,7 +208,7 @@ def verify_measured(
 
 
 def measured_peaks(plan: Plan, measured: Plan) -> tuple[int, ...]:
-    """For every stage the job's own peak in the step it measured, in bytes.
+    """The job's own peak on every stage in the step it measured, in bytes.
 
     Raises: OptionError if the job recorded none, or ran other layers, shapes or stages.
     """
@@ -265,7 +265,8 @@ def _peaks(
 
 
 def _shortest(plan: Plan, peaks: list[Peak]) -> list[int]:
-    """For every stage the least number of microbatches with its predicted peak of the whole step.
+    """The least number of microbatches on every stage with its predicted peak of the whole step.
+    After its warm-up a stage repeats itself: 256 microbatches show nothing new after 24.
 
     After its warm-up a stage repeats itself: 256 microbatches show nothing new after 24.
     """

@@ -1,8 +1,8 @@
 """Runs calls whose microbatches differ in length through Megatron's own schedule, under a plan.
 
 Stages exchange shapes (`variable_seq_lengths`), and samples are packed (THD) where the model's
-attention takes packed samples. The plan is for the longest microbatch, and so bounds every call
-whose microbatches are not longer (docs/any-loop.md); here that is tried out.
+attention takes packed samples. The plan is for the longest microbatch, and so bounds every call of
+shorter ones (docs/decisions/bytes.md). These runs test that bound.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _padded(plan: Plan, lengths: Lengths) -> Lengths:
 
 
 def _fullest_part(plan: Plan, lengths: Lengths, stage: int) -> Lengths:
-    """Of a long call the microbatches in a row with the stage's highest predicted peak."""
+    """The consecutive microbatches of a long call with the stage's highest predicted peak."""
     stages = plan.layout.num_stages
     most = -(-max(MOST_RUN, 2 * stages) // stages) * stages
     starts = [*range(0, max(1, len(lengths) - most), most // 2), max(0, len(lengths) - most)]

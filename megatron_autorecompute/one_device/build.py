@@ -127,7 +127,7 @@ def set_for_the_device(config: Any, job: Job) -> None:
 
 
 def chunk(config: Any, *where: Any, job: Job, device: torch.device) -> torch.nn.Module:
-    """As `build_chunk`, with weights on the device."""
+    """Build what `build_chunk` does, with weights on the device."""
     with device:
         spec = None if job.pattern is None else hybrid_spec()
         model = build_chunk(config, *where, job=job, spec=spec)

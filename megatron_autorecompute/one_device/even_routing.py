@@ -52,7 +52,7 @@ def even_routing() -> Iterator[None]:
         return made[key]
 
     def forced(logits: torch.Tensor) -> torch.Tensor:
-        """In place of random ones, which balance in the mean only; as large."""
+        """Logits in place of random ones, which balance in the mean only; equally large."""
         return logits.clone()
 
     with patched(Router, "gating", gating), patched(router, "apply_random_logits", forced):

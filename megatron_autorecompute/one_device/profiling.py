@@ -121,7 +121,7 @@ def modelled(
 
 
 def device_name(device: torch.device) -> str:
-    """As in the fingerprint of a profile that a job measured."""
+    """The device's name as in the fingerprint of a profile that a job measured."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 

@@ -116,7 +116,7 @@ def bridge_lines(plan: Plan, fields: Mapping[str, Any] | None) -> list[str]:
 
 
 def _flag(name: str, value: str) -> str:
-    """As a shell and argparse take it: a pattern may begin with `-`, for an MLP."""
+    """A flag as shell and argparse take it: a pattern may begin with `-`, for an MLP."""
     return f"{shlex.quote(name)}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
 
 

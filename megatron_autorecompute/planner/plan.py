@@ -46,8 +46,7 @@ SCHEMA_VERSION = 1
 DIGEST = "digest"
 """Additional field of a plan file: the digest of everything else in it, as it was written."""
 TOLERANCE = 1e-9
-"""By how much a time may differ from the same sum on another machine, as a share of it. Files hold
-every digit."""
+"""How far a time may be from the same sum on another machine, as a share of it."""
 NOTHING_PROVEN = StepEvidence(None, None)
 WORKED_OUT = ("cost", "evidence", "step_evidence", "step_interval", "best_manual")
 """Fields of a plan that follow from the others."""
@@ -69,7 +68,7 @@ class CurvePoint:
     peak_high_bytes: int
     """The predicted peak of the fullest stage, at its high end."""
     recompute_policy: str
-    """As `RecomputePolicy.parse` reads it."""
+    """The policy as `RecomputePolicy.parse` reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class ManualResult:
     """One of Megatron's own settings in the same model."""
 
     name: str
-    """As `RecomputePolicy.parse` reads it: megatron:block/4, ..."""
+    """The name as `RecomputePolicy.parse` reads it: megatron:block/4, ..."""
     step_ms: float
     """The predicted time of the step."""
     peak_high_bytes: int

@@ -20,7 +20,7 @@ class LayerSums:
     forward_ms: float
     """All microbatches and chunks."""
     backward_ms: float
-    """The same, recompute included."""
+    """The backward's time, recompute included."""
     peak_bytes: int
     """Static bytes included."""
 

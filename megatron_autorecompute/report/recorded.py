@@ -1,10 +1,10 @@
 """One recorded training step beside the planned one: the curve, and the largest differences.
 
-A history is of any number of steps. Which part of it is a step, and which part of that is which
-forward or backward, is found in the stacks of its allocations: Megatron's `forward_step` and
-`backward_step`, and the optimizer's files. torch runs most of a backward in a thread of its own
-that has no Python stack, so allocations without one are a backward's. Without such stacks only the
-curve is shown.
+A history can have any number of steps. The stacks of its allocations show which part is a step, and
+which forward or backward each piece of it is: Megatron's `forward_step` and `backward_step`, and
+the optimizer's files. torch runs most of a backward in a thread of its own that has no Python
+stack, so allocations without a stack belong to a backward. Without such stacks only the curve is
+shown.
 """
 
 from __future__ import annotations

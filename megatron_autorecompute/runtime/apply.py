@@ -289,7 +289,7 @@ class _Sites:
 
     @property
     def num_layers(self) -> int:
-        """That a policy covers."""
+        """The number of layers that a policy covers."""
         return stage_layout.num_policy_layers(self.configs[-1], self.encoder_layers)
 
     @property
@@ -612,7 +612,7 @@ class _HeldDepths(_Held):
         self.set_depth(owner, layer, choice)
 
     def _end(self, owner: torch.nn.Module, _: Any, output: Any) -> None:
-        """After the depth's forward; its output is None if it failed, and no other depth runs."""
+        """Ends a depth after its forward; if that failed, its output is None."""
         running = self.running
         self._rest(owner)
         self.running = 0 if output is None else (running + 1) % len(self.indices)

@@ -193,13 +193,13 @@ Spelled = Callable[[str, Any], str]
 
 
 def as_flag(name: str, value: Any) -> str:
-    """As on Megatron's command line: `--cuda-graph-impl local`, or `--bf16` for True."""
+    """The setting as a flag of Megatron: `--cuda-graph-impl local`, or `--bf16` for True."""
     flag = f"--{name.replace('_', '-')}"
     return flag if value is True else f"{flag} {value}"
 
 
 def as_field(name: str, value: Any) -> str:
-    """As in a Megatron Bridge config: `model.cuda_graph_impl=local`."""
+    """The setting as a field of a Megatron Bridge config: `model.cuda_graph_impl=local`."""
     return f"model.{name}={value}"
 
 

@@ -46,7 +46,7 @@ class CallGuard:
 
     def __init__(self, is_short: Callable[[], bool], on_end: Callable[[str], None]) -> None:
         self.outcome = self.own_outcome = FINE
-        """Of the last call: on the worst rank, once agreed, and on this one."""
+        """The outcome of the last call: on the worst rank, once agreed, and on this one."""
         self.steps = 0
         """Training calls done."""
         self._is_short, self._on_end = is_short, on_end

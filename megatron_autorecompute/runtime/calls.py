@@ -13,7 +13,7 @@ from megatron_autorecompute.planner.search.buckets import bucket
 from megatron_autorecompute.runtime.ranks import all_reduce_max
 
 AHEAD = 1.25
-"""If nothing is said and there is no cap, plans are for this multiple of the longest seen."""
+"""Without said lengths and without a cap, plans are for this multiple of the longest seen."""
 
 LIMIT = 1 << 40
 """No call has as many tokens; ranks exchange integers of 64 bits."""
@@ -24,11 +24,11 @@ class CallShape:
     """What a plan for a call depends on."""
 
     tokens: int
-    """Of the longest microbatch planned for; 0 before any length is known."""
+    """Tokens of the longest microbatch planned for; 0 before any length is known."""
     call_tokens: int
-    """Of all microbatches of a call on a rank."""
+    """Tokens of all microbatches of a call on a rank."""
     microbatches: int
-    """Of the plan."""
+    """The number of microbatches of the plan."""
 
     @property
     def microbatch(self) -> Microbatch:
@@ -83,13 +83,13 @@ class Calls:
         self.short_bytes: tuple[int, ...] = ()
         """By stage: how much less memory there is now than when it was measured."""
         self.shape = CallShape(max_tokens or 0, 0, most_microbatches)
-        """Of the plan for this call."""
+        """The shape of the plan for this call."""
         self.said_too_little = False
         """Whether some call had a longer microbatch than was said; from then on what is said does
         not count."""
 
     def num_microbatches(self) -> int:
-        """Of the plan for the next call."""
+        """The number of microbatches of the plan for the next call."""
         return self.shape.microbatches
 
     def say(self, tokens: Sequence[int]) -> None:
@@ -171,7 +171,7 @@ class Calls:
         )
 
     def _tokens(self) -> int:
-        """Of the microbatch that the plan for this call is for."""
+        """Tokens of the microbatch that the plan for this call is for."""
         if self.is_said and not self.said_too_little:
             cap = self.max_tokens or self.seen or self.longest
             return bucket(self.longest, cap)

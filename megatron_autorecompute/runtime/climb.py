@@ -125,7 +125,7 @@ def _pinned(plan: Plan, decisions: Decisions) -> str:
 
 
 def _late(plan: Plan, waited_ms: Sequence[float]) -> tuple[float, str]:
-    """By how much the copies are late on the stage where that is most, and a sentence."""
+    """The delay of copies on the stage where it is largest, and a sentence."""
     predicted_ms = [stage.stall_ms for stage in plan.cost.stages]
     late_ms = [waited - own for waited, own in zip(waited_ms, predicted_ms, strict=True)]
     stage = max(range(len(late_ms)), key=late_ms.__getitem__)

@@ -58,7 +58,7 @@ NAME_EACH = (
     "Of a model with a vision tower or an encoder name each block, as in "
     "vision:full*24;decoder:none*32."
 )
-"""For a policy without names that does not fit: a tower's config is a copy of the decoder's."""
+"""What to do if a policy without names does not fit: a tower's config copies the decoder's."""
 _installed = ExitStack()
 """Restores what `install()` has set, in reverse order."""
 
@@ -321,7 +321,7 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _refuse_without_policy(block: Any, _: Any) -> None:
-    """Before a block's forward, if its config names several blocks: it cannot know which it is."""
+    """Refuse, before its forward, a block whose config names several: which one is unknown."""
     if HOLDER_KEY not in vars(block) and block.training and torch.is_grad_enabled():
         raise ApplyError(
             f"recompute_policy={getattr(block.config, POLICY_FIELD)!r:.80} names several blocks, "

@@ -333,8 +333,7 @@ class Auto:
         )
 
     def require_plan(self) -> None:
-        """At the end of a training: raise OptionError if a plan alone was asked for, and there is
-        none."""
+        """Raise OptionError if a training ends without a plan and a plan alone was asked for."""
         if self.options.recompute_plan_only and self._store.plan is None:
             raise OptionError(
                 f"--recompute-plan-only was given, and training ended after {self.steps} steps, "
@@ -369,9 +368,8 @@ class Auto:
 
     @property
     def routed(self) -> tuple[Mapping[int, int], ...]:
-        """For each microbatch of the last training call: rows that the experts of this rank got, by
-        layer (a token counts once for each of its experts here); layers without experts have
-        none."""
+        """Rows that this rank's experts got in each microbatch of the last training call, by layer.
+        A token counts once for each of its experts here. Layers without experts have none."""
         return tuple(self._seen.routed)
 
     def predicted_peaks(

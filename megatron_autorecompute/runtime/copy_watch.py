@@ -19,8 +19,7 @@ from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, Clock
 from megatron_autorecompute.runtime.ranks import all_gather
 
 USABLE = 0.5
-"""Of the host memory that is free when a plan is made: torch rounds what it pins up to powers of
-two."""
+"""The usable share of free host memory: torch rounds what it pins up to powers of two."""
 _MS_PER_GB = 1e6
 """Bytes in a millisecond at 1 GB/s."""
 
@@ -45,7 +44,7 @@ class CopyWatch:
     back: list[_Timed] = field(default_factory=list)
     """Copies back."""
     waits: list[_Timed] = field(default_factory=list)
-    """For which backwards waited, in the last of these steps."""
+    """How long backwards waited in the last of these steps."""
     _first: tuple[int, int] = (0, 0)
     """How many of both ran in the first step that had any; host memory is pinned in it."""
     _bytes: int = 0
@@ -68,7 +67,7 @@ class CopyWatch:
             self._first = len(self.out), len(self.back)
 
     def waited_ms(self) -> float:
-        """For how long this rank's backwards waited in the last step that was watched."""
+        """How long this rank's backwards waited in the last step that was watched."""
         return sum(self.clock.ms_between(one.begin, one.end) for one in self.waits)
 
     def link(self) -> HostLink | None:

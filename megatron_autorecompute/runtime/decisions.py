@@ -165,8 +165,8 @@ class Decisions:
         return self.shard.by_stage(stage_budget_bytes(self.options, stage), min)
 
     def short_bytes(self, profile: Profile) -> int:
-        """By how much this rank's device leaves less to torch now than when it was measured: an
-        engine woke up, for example. 0 with a budget that was given, or without a device."""
+        """How much less memory this rank's device leaves to torch now than when it was measured,
+        for example because an engine woke up. 0 with a given budget or without a device."""
         stage = profile.stages[self.shard.stage]
         if self.job.without_cuda or self.options.budget_bytes is not None:
             return 0
@@ -181,7 +181,7 @@ class Decisions:
         return self.shard.by_stage(stage_budget_bytes(self.options, stage), min)
 
     def too_lean(self, step: int) -> str | None:
-        """After a step under the leanest policy: what is over the budget; None if nothing is.
+        """What is over the budget after a step under the leanest policy; None if nothing is.
 
         Raises:
             InfeasibleError: with plan only, some stage needed more than its budget.
@@ -357,7 +357,7 @@ class Decisions:
 
 
 def _tokens(profile: Profile) -> int:
-    """Of a microbatch on a rank, that the profile is for."""
+    """Tokens of a microbatch on a rank, for which the profile holds."""
     sizes = profile.parallelism
     return sizes.seq_length // sizes.context_parallel
 

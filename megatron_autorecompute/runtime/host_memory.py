@@ -50,7 +50,7 @@ def _left_by_groups(root: Path) -> Iterator[int]:
 
 
 def _left(folder: Path, limit: str, current: str, inactive: str) -> int | None:
-    """None where the folder limits nothing, or is not ours to see (a namespace hides it)."""
+    """The memory that a folder leaves; None if it limits nothing or a namespace hides it."""
     try:
         most = (folder / limit).read_text().strip()
         used = int((folder / current).read_text())

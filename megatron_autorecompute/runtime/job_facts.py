@@ -22,7 +22,7 @@ class FixedCalls:
     """
 
     num_microbatches: int
-    """On every data-parallel rank."""
+    """The number of microbatches of a step on every data-parallel rank."""
     micro_batch_size: int
     """Samples per microbatch on one rank."""
     seq_length: int
@@ -40,7 +40,7 @@ class Program:
     on after a skipped update: Megatron-LM, Megatron Bridge."""
 
     options: AutoOptions
-    """As the user gave them."""
+    """The options as the user gave them."""
     save: str | None = None
     """The folder of the job's checkpoints, made if it is missing; the plan goes there if no path
     was given."""
@@ -49,7 +49,7 @@ class Program:
     seq_length: int
     """Tokens per sample."""
     timers: Any | None = None
-    """As in `JobFacts`; so are the following."""
+    """The field of that name of `JobFacts`, like the fields that follow."""
     shapes: Mapping[str, str] = field(default_factory=dict)
     writers: Callable[[], Sequence[Any]] = lambda: ()
     iteration: Callable[[], int] | None = None
@@ -85,7 +85,7 @@ class JobFacts:
     """Whether there is no CUDA; bytes then come from `LiveBytes`."""
 
     calls: Calls | None = None
-    """In a loop whose calls differ: what ranks agree on before each. Such a loop does not go on
+    """What ranks agree on before each call of a loop whose calls differ. Such a loop does not go on
     after a skipped update, so running out of memory is raised."""
 
     on_close: Callable[[], None] = lambda: None

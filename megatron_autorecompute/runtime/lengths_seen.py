@@ -43,9 +43,9 @@ class Points:
     """What one rank saw, in the order in which it came."""
 
     calls: list[list[tuple[int, int]]] = field(default_factory=list)
-    """Of every call that counts, for each microbatch: tokens, and `Microbatch.squares`."""
+    """Tokens and `Microbatch.squares` of each microbatch of every call that counts."""
     routed: list[list[Mapping[int, int]]] = field(default_factory=list)
-    """Of every call, for each microbatch: rows that this rank's experts got, by layer."""
+    """Rows that this rank's experts got in each microbatch of every call, by layer."""
     figures: dict[tuple[Key, Figure], list[tuple[Where, float]]] = field(
         default_factory=lambda: defaultdict(list)
     )
@@ -91,7 +91,7 @@ class Points:
         return Microbatch(tokens, squares, routed.get(layer, 0))
 
     def most_tokens(self) -> int:
-        """Of a microbatch of this rank so far; 0 before the first."""
+        """The most tokens of a microbatch of this rank so far; 0 before the first."""
         return max((tokens for call in self.calls for tokens, _ in call), default=0)
 
 
@@ -174,7 +174,7 @@ class AllPoints:
         ]
 
     def _times(self, key: Key, figure: Figure) -> list[Point]:
-        """Without every rank's first time: on its first run code is compiled, tuned or loaded."""
+        """Times without every rank's first: on its first run code is compiled, tuned or loaded."""
         found = (rank.figures.get((key, figure), []) for rank in self._ranks)
         settled = (
             (rank, times[1:] or times) for rank, times in zip(self._ranks, found, strict=True)
@@ -254,6 +254,6 @@ class Varying:
 
 
 def _both(one: RecordLines, other: RecordLines) -> RecordLines:
-    """Of two places that count as one: at least what either needs."""
+    """One place for two that count as one: at least what either needs."""
     names = [field.name for field in fields(one) if field.name != "kept_level_bytes"]
     return RecordLines(*(getattr(one, n).plus(getattr(other, n)) for n in names))

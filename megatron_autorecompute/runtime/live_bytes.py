@@ -71,7 +71,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak_bytes = self.current_bytes - leaving_bytes
 
     def counted_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Of the bytes alive, those of these tensors' storages."""
+        """The live bytes in these tensors' storages."""
         keys = {_key(tensor.untyped_storage()) for tensor in tensors}
         return sum(self._live[key].counted_bytes for key in keys if key in self._live)
 

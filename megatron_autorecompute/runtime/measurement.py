@@ -64,10 +64,10 @@ from megatron_autorecompute.runtime.samples import (
 )
 
 SEED = 1
-"""Of the places at which choices are shown."""
+"""The seed of the places at which choices are shown."""
 FIRST_AHEAD_MS, AHEAD = 30.0, 2.0
-"""For how long the device waits at the beginning of a timed pass while it is not known how long the
-host takes for one; then, times what it took."""
+"""How long the device waits at the beginning of a timed pass: ms while the host's time for a pass
+is not known, then a multiple of that time."""
 
 NEAR_PEAK = 0.8
 """Lines for what a call holds beside layers are of moments that need this share of its peak; on one
@@ -455,7 +455,7 @@ class Measurement:
         return first
 
     def _sends_from(self, one: Pass) -> Place | None:
-        """In a backward, the layer whose output another stage got; None if the head is here."""
+        """The layer whose output another stage got, in a backward; None if the head is here."""
         if self.shard.has(one.chunk, "head"):
             return None
         return next((m.place for m in one.marks if self.shard.has(one.chunk, m.place)), None)
@@ -618,7 +618,7 @@ class Measurement:
 
 
 def _stays(choice: LayerPolicy) -> bool:
-    """Whether a choice is timed; one that offloads takes its times from the same without."""
+    """Whether a choice is timed; one with offload takes its times from the choice without."""
     return not choice.offload
 
 

@@ -28,7 +28,7 @@ from megatron_autorecompute.runtime.static_bytes import static_bytes
 from megatron_autorecompute.runtime.whole_steps import WholeStep, covered, median_step, residuals_ms
 
 WHOLE_STEPS = 3
-"""Under each of two policies, in which nothing but Megatron's timers is read."""
+"""The number of steps under each of two policies in which only Megatron's timers are read."""
 Steps = Generator[AbstractContextManager[None], None, None]
 """One context for each training step."""
 
@@ -155,7 +155,7 @@ class Measuring:
         )
 
     def _longest_tokens(self) -> int:
-        """Of a microbatch to come; 0 if lengths do not vary."""
+        """Tokens of the longest microbatch to come; 0 if lengths do not vary."""
         calls = self.job.calls
         return 0 if calls is None else calls.max_tokens or math.ceil(AHEAD * calls.seen)
 

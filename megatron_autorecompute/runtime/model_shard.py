@@ -129,7 +129,7 @@ def _checkpoints(layer: torch.nn.Module, parts: Sequence[str]) -> list[LayerPoli
 
 
 def megatrons(choices_of: Callable[[torch.nn.Module], Choices], layer: torch.nn.Module) -> Choices:
-    """Of a layer's choices those that Megatron's own checkpoints have, as they run them."""
+    """A layer's choices that Megatron's own checkpoints have, as they run them."""
     return tuple(choice.as_megatron for choice in choices_of(layer) if not choice.own)
 
 
@@ -177,7 +177,7 @@ class ModelShard:
         model = model_layers.unwrapped(self.chunks[0])
         self.config = model.config
         self.pattern = stage_layout.pattern_of(model)
-        """Of a HybridModel."""
+        """The pattern of a HybridModel."""
         self.first_block, self.encoder_layers = model_layers.first_block(self.chunks)
         self.num_layers = stage_layout.num_policy_layers(self.config, self.encoder_layers)
         """Layers of the whole model that a policy covers, with encoder and MTP depths."""
@@ -186,13 +186,13 @@ class ModelShard:
         self.own_kinds = kinds(self.chunks, choices_of)
         by_rank = all_gather((self.stage, self.own_kinds))
         self.kinds = merged([own for _, own in by_rank])
-        """Of the whole model."""
+        """The kinds of the whole model."""
         self.stage_of = {
             index: stage for stage, own in by_rank for kind in own for index in kind.layers
         }
         """Pipeline stage of every layer."""
         self.signatures = {index: one.signature for one in self.own_kinds for index in one.layers}
-        """Of every layer of this rank."""
+        """The signature of every layer of this rank."""
 
     @property
     def has_experts(self) -> bool:
@@ -207,7 +207,7 @@ class ModelShard:
 
     @cached_property
     def layout(self) -> Layout:
-        """Which layers every stage's chunks have."""
+        """The layers of every stage's chunks."""
         return stage_layout.pipeline_layout(self.config, self.encoder_layers, self.pattern)
 
     def by_stage(

@@ -35,8 +35,8 @@ def with_offload(plain: Choices, layer: Layer, sets: Sequence[Sequence[str]]) ->
 
 
 def without_parts(found: Choices) -> Choices:
-    """The choices but those that need checkpoints of ours: where any layer offloads, all are
-    Megatron's own."""
+    """The choices without those that need checkpoints of ours: if any layer offloads, all
+    checkpoints are Megatron's own."""
     return tuple(each for each in found if not (each.own or each.rerun_all))
 
 

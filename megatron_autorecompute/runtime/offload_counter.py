@@ -72,11 +72,11 @@ class _Group:
     name: str
     copies: list[_Copy]
     committed: _Moment
-    """When its forward had run."""
+    """When the group's forward had run."""
     back: _Moment | None = None
-    """When its backward began."""
+    """When the group's backward began."""
     done: _Moment | None = None
-    """When that had run."""
+    """When the group's backward had run."""
     device_bytes: int = 0
 
 
@@ -88,7 +88,7 @@ class _LayerRun:
     forward: _Pass
     backward: _Pass | None = None
     groups: list[_Group] = field(default_factory=list)
-    """In the order of their commits."""
+    """The groups, in the order of their commits."""
 
     def seen(self, clock: Clock) -> tuple[SeenGroup, ...]:
         """The groups, once the backward has run."""
@@ -109,12 +109,11 @@ class SeenGroup:
     device_bytes: int
     host_bytes: int
     committed_ms: float
-    """Of the layer's forward, without copies, when the group's had run; so are the following of
-    the backward."""
+    """Time of the layer's forward, without copies, until the group's forward had run."""
     back_ms: float
-    """When the group's began."""
+    """Time of the layer's backward, without copies, until the group's began."""
     done_ms: float
-    """When that had run."""
+    """Time of the layer's backward, without copies, until the group's had run."""
 
     def of(self, record: ChoiceRecord) -> OffloadGroup:
         """The group in a record of the layer."""
@@ -134,11 +133,11 @@ def _share(at_ms: float, whole_ms: float) -> float:
 
 
 Groups = dict[tuple[int, LayerPolicy], tuple[SeenGroup, ...]]
-"""By layer and choice: the groups of the microbatch of which most left."""
+"""The groups of the microbatch in which most bytes left, by layer and choice."""
 
 
 def most(*found: Groups) -> Groups:
-    """Of each layer and choice the groups with the most bytes."""
+    """The groups with the most bytes of each layer and choice."""
     result: Groups = {}
     for key, groups in itertools.chain.from_iterable(one.items() for one in found):
         if _host_bytes(groups) > _host_bytes(result.get(key, ())):

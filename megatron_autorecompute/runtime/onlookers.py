@@ -34,7 +34,7 @@ class Onlookers:
         self._passed = list(map(weakref.ref, around))
         self._inside = self._snapshot()
         self.parameters = list(layer.parameters())
-        """The layer's."""
+        """The parameters of the layer."""
         self._hooks = [
             (own, type(module).__name__)
             for module in layer.modules()

@@ -77,7 +77,7 @@ class StepGuard:
         self._loss_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._syncs = [lost_step.BucketSyncs(chunk, self._meetings.elsewhere) for chunk in chunks]
         self._returned: dict[int, _Output] = {}
-        """By chunk number: the output of its last forward, or of an earlier one of equal sizes."""
+        """The output of each chunk's last forward, or of an earlier one of equal sizes."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -304,21 +304,21 @@ class _MovingBuffers:
         self._kept: list[torch.Tensor] | None = None
 
     def keep(self) -> None:
-        """Before a step: remember what the buffers hold."""
+        """Remember, before a step, what the buffers hold."""
         if self._kept is None:
             self._kept = [buffer.clone() for buffer in self._now()]
         elif self._kept:
             torch._foreach_copy_(self._kept, self._now())
 
     def find_moved(self) -> None:
-        """After a step: from now on keep only the buffers that it has changed."""
+        """Keep, from the end of this step on, only the buffers that it has changed."""
         kept = self._kept or []
         moved = [n for n, now in enumerate(self._now()) if not torch.equal(now, kept[n])]
         self._places = [self._places[n] for n in moved]
         self._kept = [kept[n] for n in moved]
 
     def put_back(self) -> None:
-        """After a lost step: restore the buffers."""
+        """Restore the buffers after a lost step."""
         for now, kept in zip(self._now(), self._kept or [], strict=True):
             now.copy_(kept)
 

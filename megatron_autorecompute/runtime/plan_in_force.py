@@ -42,7 +42,7 @@ class Saving:
     shorter: int
     """Calls that ran a plan for less than the longest."""
     share: float
-    """Of the predicted time of all calls under one plan."""
+    """The share of the calls under one plan in the predicted time of all calls."""
 
     def __str__(self) -> str:
         return (
@@ -308,7 +308,8 @@ class PlanInForce:
         return self._memory.is_short(self.plan.budget_bytes[self._decisions.shard.stage])
 
     def _leave_less(self, why: str) -> None:
-        """Before this rank's error ends the job, save the next plan down for the restart.
+        """Save the next plan down for the restart, before this rank's error ends the job. The other
+        ranks wait for this one, so it decides alone.
 
         The other ranks wait for this one, so it decides alone.
         """

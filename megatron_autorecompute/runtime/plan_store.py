@@ -90,7 +90,7 @@ class PlanStore:
             self._say(f"recompute auto: the plan is in {self.path} now")
 
     def step_done(self) -> None:
-        """After every STEPS_BETWEEN_TRIES steps, try again to write a plan that was not written."""
+        """Try again to write an unwritten plan, after every STEPS_BETWEEN_TRIES steps."""
         self._steps_waited += 1
         if self._unwritten is not None and self._steps_waited >= STEPS_BETWEEN_TRIES:
             self.save(self._unwritten)

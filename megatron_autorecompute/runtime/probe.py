@@ -92,7 +92,7 @@ class DeviceClock:
 DEVICE_CLOCK = DeviceClock()
 
 CYCLES_PER_MS = 2_000_000
-"""Of a GPU's clock: more than any reaches, so that a wait is no shorter than asked."""
+"""A clock that no GPU reaches, in cycles per ms, so that a wait is no shorter than asked."""
 
 
 class Host:
@@ -136,7 +136,7 @@ class Mark:
     """Backward only: `peak_bytes`, had the gradient of the place's output stayed alive, as a
     schedule keeps that of a chunk's output."""
     host_s: float | None = None
-    """By the host's clock; None if it is not read."""
+    """The time by the host's clock; None if it is not read."""
     is_ahead: bool = False
     """Whether the device had not even come to the mark before when the host came here."""
 
@@ -163,15 +163,15 @@ class Pass:
     packed: torch.Tensor | None = None
     """Forward only: where the samples of a packed microbatch begin and end, padding included."""
     tokens: int = 0
-    """Forward only: of all samples, as this rank holds them (sequence parallelism splits them); of
-    a model with a tower, the decoder's."""
+    """Forward only: tokens of all samples, as this rank holds them (sequence parallelism splits
+    them). In a model with a tower: the decoder's tokens."""
     after: Mark | None = None
     """Forward only: where the next pass begins. What runs until then is the loss, and after it the
     beginning of the backward, if the loss is computed outside the model."""
 
     @property
     def host_ms(self) -> float:
-        """From its first boundary to its last by the host's clock; 0 if that is not read."""
+        """Time from the first boundary to the last by the host's clock; 0 if that is not read."""
         return host_ms_between(self.marks[0], self.marks[-1]) or 0.0
 
     @property
@@ -441,7 +441,7 @@ class OutputGradient:
 
 
 def _cu_seqlens(packed: Any) -> torch.Tensor | None:
-    """Of Megatron's PackedSeqParams; None if samples are not packed."""
+    """The bounds of samples in Megatron's PackedSeqParams; None if they are not packed."""
     if packed is None or packed.cu_seqlens_q_padded is None:
         return None if packed is None else packed.cu_seqlens_q
     return packed.cu_seqlens_q_padded

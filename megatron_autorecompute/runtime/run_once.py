@@ -42,7 +42,7 @@ often the layer was changed."""
 
 _is_trained = operator.attrgetter("requires_grad")
 _THROUGH = object()
-"""In the place of an activation, which passes through a checkpoint and not beside it."""
+"""Stands for an activation, which passes through a checkpoint and not beside it."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -95,7 +95,7 @@ class Part:
         self.before = vars(owner).get(attribute)
         self._owner = weakref.ref(owner)
         self.reads: dict[Key, tuple[bool, ...]] = {}
-        """By key, of every output whether the second run reads it."""
+        """Whether the second run reads each output, by key."""
         self._onlookers: Onlookers | None = None
         self._changes = 0
         checkpoints.wrap_while_alive(self, _Checkpoint)
@@ -116,7 +116,7 @@ class Part:
         return self.route(self.function, args, kwargs)
 
     def route(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As a call, of `function`."""
+        """Call `function`, as a call of this part."""
         checkpoint = _running.inside
         if checkpoint is None:
             return function(*args, **kwargs)
@@ -152,7 +152,7 @@ class Part:
 
 
 class ProductPart(Part):
-    """Of a module's forward the batched product (`torch.bmm`): an unfused attention's last."""
+    """The batched product (`torch.bmm`) in a module's forward: an unfused attention's last."""
 
     @_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,8 +229,8 @@ class Scope:
 
 
 class EarlyBegin:
-    """While one is alive, second runs begin where Megatron's pipeline waits for their gradient, of
-    the checkpoints made inside `begin_early`."""
+    """Makes second runs of checkpoints made inside `begin_early` begin where Megatron's pipeline
+    waits for their gradient, while an instance is alive."""
 
     def __init__(self) -> None:
         checkpoints.wrap_while_alive(self, _Checkpoint)
@@ -271,7 +271,7 @@ class _Checkpoint:
         self.function, self.runs_twice = function, torch.is_grad_enabled()
         self.calls: list[_Call] = []
         self.left: list[_Call] | None = None
-        """In the second run, the calls that it has not come to."""
+        """The calls that the second run has not come to."""
         self.keys: dict[Any, tuple[Key, str | None]] = {}
         self.early: _Early | None = None
         """The second run, if it has begun before the backward."""
@@ -290,7 +290,7 @@ class _Checkpoint:
         return _inside(self, self.function, *args)
 
     def note(self, outputs: Any) -> None:
-        """After the first run: the second one may begin early."""
+        """Note, after the first run, that the second run may begin early."""
         assert self.early_ones is not None  # or nobody asks
         node = next(e.grad_fn for e in _flat(outputs) if getattr(e, "grad_fn", None))
         self.early_ones.append(functools.partial(_begin, weakref.ref(node)))
@@ -455,7 +455,7 @@ class _Early(_Apart):
         self.inputs = tuple(given)
 
     def keep(self, outputs: Any) -> None:
-        """Of the outputs nothing but their graph, and what has none."""
+        """Keep the graph of the outputs that have one, and outputs without one."""
         flat = _flat(outputs)
         self.live = [i for i, each in enumerate(flat) if getattr(each, "requires_grad", False)]
         self.edges = [get_gradient_edge(flat[i]) for i in self.live]
@@ -584,7 +584,7 @@ class _Call(_Apart):
         return [each._version for each in self.kept if isinstance(each, torch.Tensor)]
 
     def let_go(self) -> None:
-        """After the second run: its graph has all that is still needed."""
+        """Drop what the graph has, after the second run."""
         self.kept, self.node = [], None
 
     def fill(self, slot: _Slot) -> torch.Tensor:

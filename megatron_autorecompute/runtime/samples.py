@@ -19,7 +19,7 @@ from megatron_autorecompute.profile import BytesAt, ChoiceRecord, HostTimes
 TURNS, SAMPLES = 4, 12
 """Turns in which a choice is timed, and the least samples of it on a rank."""
 PERCENTILES = (50.0, 90.0, 95.0, 99.0, 100.0)
-"""Of microbatches, at which the bytes of layers with experts are recorded."""
+"""The percentiles of microbatches at which the bytes of layers with experts are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Reading:
     turn: int
     """Readings of one turn are of steps in a row, under one policy."""
     step: int
-    """Which timed step of the rank it is of."""
+    """The rank's timed step that the reading is of."""
     ms: float
-    """On the device."""
+    """Time on the device."""
     host_ms: float | None = None
     """What the host took to launch it; None if its clock was not read."""
     is_ahead: bool = False
@@ -51,13 +51,13 @@ class Quartile:
     ms: float
     """The lower quartile of all runs."""
     spread_ms: float = 0.0
-    """Within turns: half the interquartile range of what runs take beyond their turn's quartile."""
+    """Within turns: half the interquartile range of runs, each less its turn's quartile."""
     turn_spread_ms: float = 0.0
     """Between turns: the standard deviation of their quartiles."""
 
     @classmethod
     def of(cls, timed: Timed) -> Quartile:
-        """Of at least one run."""
+        """The quartile and spreads of at least one run."""
         turns: dict[int, list[float]] = defaultdict(list)
         for turn, ms in timed:
             turns[turn].append(ms)
@@ -68,7 +68,7 @@ class Quartile:
 
 
 def lower_quartile(values: Sequence[float]) -> float:
-    """Of at least one value."""
+    """The lower quartile of at least one value."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=4, method="inclusive")[0]
@@ -94,15 +94,15 @@ class Samples:
     """
 
     held_bytes: list[int] = field(default_factory=list)
-    """Without the place's input."""
+    """Held bytes without the place's input."""
     input_bytes: list[int] = field(default_factory=list)
     """Size of the place's input, 0 if nothing keeps it. An input that another stage sent has no
     entry, because the schedule keeps it in any case."""
     forward_level_bytes: list[int] = field(default_factory=list)
     backward_level_bytes: list[int] = field(default_factory=list)
-    """Of layers whose output's gradient no schedule keeps."""
+    """Levels of layers whose output's gradient no schedule keeps."""
     kept_level_bytes: list[int] = field(default_factory=list)
-    """In backward, with the gradient of the layer's output alive to the end."""
+    """Levels in backward, with the gradient of the layer's output alive to the end."""
     forward: list[Reading] = field(default_factory=list)
     backward: list[Reading] = field(default_factory=list)
 
@@ -119,7 +119,7 @@ class Samples:
 
     @property
     def _backward_levels(self) -> list[int]:
-        """If all layers were the last of their chunk, with the gradient that the schedule keeps."""
+        """Levels as if all layers ended their chunk, with the gradient that the schedule keeps."""
         return self.backward_level_bytes or self.kept_level_bytes
 
     def at(self, percentile: float) -> tuple[int, int, int]:
@@ -164,7 +164,7 @@ class Samples:
         return of_device(self.forward), of_device(self.backward)
 
     def _host(self) -> HostTimes | None:
-        """Where the host waits for the device, its time is the device's."""
+        """The host's time; the device's where the host waits for the device."""
         if not (of_host(self.forward) and of_host(self.backward)):
             return None
         waits = [not any(one.is_ahead for one in way) for way in (self.forward, self.backward)]
@@ -194,9 +194,9 @@ class Evened:
 
     seen: SamplesByKey
     device_error: float = 0.0
-    """By how much all times of the device may be off together, as a share: a standard deviation."""
+    """The error that all device times share, as a share of them: one standard deviation."""
     host_error: float = 0.0
-    """The same of the host."""
+    """The error that all host times share, as a share of them: one standard deviation."""
 
 
 def evened(seen: SamplesByKey) -> Evened:

@@ -51,7 +51,7 @@ class SeenTokens:
 
     @property
     def most_routed(self) -> int:
-        """Of `routed`, in any microbatch and layer."""
+        """The most rows in `routed`, in any microbatch and layer."""
         return max((rows for one in self.routed for rows in one.values()), default=0)
 
     @contextmanager

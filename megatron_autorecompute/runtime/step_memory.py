@@ -59,7 +59,7 @@ class StepMemory:
         self._static_bytes = self._peak_before = self._retries_before = 0
 
     def read_others(self) -> None:
-        """At the beginning of a step: note what others hold in this process."""
+        """Note, at the beginning of a step, what others hold in this process."""
         if self._without_cuda:
             return
         gc.collect()  # unreachable cycles are not held by anyone

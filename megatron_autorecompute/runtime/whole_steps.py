@@ -22,11 +22,11 @@ class WholeStep:
     """One measuring step on one rank."""
 
     iteration: int
-    """As Megatron logs it."""
+    """The iteration as Megatron logs it."""
     policy: RecomputePolicy
     """What ran."""
     num_microbatches: int
-    """Of the step."""
+    """The number of microbatches of the step."""
     seen: RankStep
     """The figures."""
 

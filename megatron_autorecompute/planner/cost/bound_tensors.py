@@ -1,8 +1,8 @@
 """Which boundary tensors Megatron's interleaved schedule still holds, or holds already.
 
 The variables are those of `forward_backward_pipelining_with_interleaving` in megatron-core's
-`schedules.py`. Nothing is replayed event by event: from when until when a variable, a receive
-buffer or a list holds which tensor follows from the order of events, for all events at once.
+`schedules.py`. Nothing is replayed event by event: the order of events fixes the lifetime of every
+tensor in a variable, a receive buffer or a list, and one computation gives all lifetimes.
 
 A time is the number of an event; what happens between two events happens at the second one.
 """
@@ -53,7 +53,7 @@ class BoundTensors:
         return _distinct(self._all_held(), 2 * self.total)
 
     def extra_but_sent(self) -> Ints:
-        """The same without gradients that combined backwards send."""
+        """The boundary tensors of `extra` without gradients that combined backwards send."""
         held = self._all_held()
         return _distinct(held[:, held[0] // self.total != _SENT], 2 * self.total)
 
@@ -172,7 +172,7 @@ class BoundTensors:
         self._variable(self.backward_at[first : self.steady] + 1, sent)
 
     def _end_of_iteration(self) -> Ints:
-        """After each forward, in the steady state after the backward beside it."""
+        """The time after each forward; in the steady state, after the backward beside it."""
         end = self.forward_at + 1
         end[self.warmup :] = self.backward_at[: self.steady] + 1
         return end
@@ -189,13 +189,13 @@ class BoundTensors:
         return found
 
     def _inputs_received(self) -> Ints:
-        """After each forward, the one whose input is received."""
+        """The forward whose input is received, after each forward."""
         if not self.is_first:
             return np.append(np.arange(1, self.total), _NO_TENSOR)
         return self._of_last_sender(self.forwards)
 
     def _gradients_received(self) -> Ints:
-        """After each backward, the one whose gradient is received."""
+        """The backward whose gradient is received, after each backward."""
         if not self.is_last:
             return np.append(np.arange(1, self.total), _NO_TENSOR)
         return self._of_last_sender(self.backwards[::-1])
@@ -256,7 +256,7 @@ def _distinct(held: Ints, events: int) -> Ints:
 
 
 def _disjoint(held: Ints, events: int) -> Ints:
-    """The same, and no two of the same tensor at the same time."""
+    """The lifetimes without overlaps: never two of the same tensor at the same time."""
     tensor, start, stop = held[:, held[1] < held[2]]
     order = np.lexsort((start, tensor))
     tensor, start, stop = tensor[order], start[order], stop[order]

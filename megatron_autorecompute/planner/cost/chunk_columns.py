@@ -22,11 +22,11 @@ class ChunkColumns:
     units: tuple[Unit, ...]
 
     def in_graphs(self) -> ChunkColumns:
-        """Of every unit what is in the memory pool of CUDA graphs."""
+        """The bytes of every unit in the memory pool of CUDA graphs."""
         return ChunkColumns(self.chunk, tuple(map(_in_graph, self.units)))
 
     def outside_graphs(self, boundary_bytes: int) -> ChunkColumns:
-        """Of every unit the rest; a graph's copy of an output's gradient is not the schedule's."""
+        """Every unit's other bytes; a graph's copy of an output's gradient is left out."""
         units = (_outside_graph(unit, boundary_bytes) for unit in self.units)
         return ChunkColumns(self.chunk, tuple(units))
 

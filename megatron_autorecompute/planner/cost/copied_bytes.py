@@ -20,17 +20,17 @@ class StageBytes:
 
     chunks: Sequence[tuple[Unit, ...]]
     ran: Sequence[Ran]
-    """Of every event."""
+    """The run of every event."""
     times: Ints
     """When bytes change."""
     bytes: Ints
-    """From then on."""
+    """The bytes from then on."""
 
     @classmethod
     def of(
         cls, chunks: Sequence[tuple[Unit, ...]], ran: Sequence[Ran], changes: Changes
     ) -> StageBytes:
-        """Of a stage's units, events and changes."""
+        """The bytes of a stage's units, events and changes."""
         times, sizes = zip(*levels(changes), strict=True) if changes else ((), ())
         return cls(chunks, ran, np.array(times, np.int64), np.array(sizes, np.int64))
 

@@ -37,9 +37,9 @@ class CopyGroup:
     device_bytes: int
     host_bytes: int
     commit_ps: int
-    """From the begin of the chunk's forward until the copy out may begin."""
+    """Time from the beginning of the chunk's forward until the copy out may begin."""
     unit_ps: int
-    """From the begin of the chunk's backward until that of the group's layer begins, whose record
+    """Time from the beginning of the chunk's backward until that of the group's layer, whose record
     counts the group's device bytes from then on."""
 
 
@@ -48,9 +48,9 @@ class Turn:
     """A place in a chunk's backward where copies matter."""
 
     at_ps: int
-    """Of computing, from the backward's begin."""
+    """Computing time since the backward began."""
     group: int
-    """Of the chunk."""
+    """The group of the chunk."""
     is_end: bool
     """Whether the group's backward has run; else it is about to."""
 
@@ -64,11 +64,11 @@ class ChunkWork:
     groups: tuple[CopyGroup, ...] = ()
     """In the order of their copies out."""
     turns: tuple[Turn, ...] = ()
-    """In the order of the backward."""
+    """The turns in the order of the backward."""
 
     @classmethod
     def of(cls, units: Sequence[Unit], forward_ps: int = 0, backward_ps: int = 0) -> ChunkWork:
-        """Of a chunk's units, in the order of their forwards, and time besides them, at the end."""
+        """The copies of a chunk's units in forward order, with other time at the end."""
         groups, turns = list[CopyGroup](), list[Turn]()
         after, begin = sum(unit.backward_ps for unit in units), 0
         for unit in units:
@@ -98,7 +98,7 @@ class Kept:
     delta_bytes: int = 0
     """`delta_offload_bytes_across_pp_ranks`: what each stage keeps more than the one before it."""
     first_step: bool = False
-    """Of the first step, which counts: all leave."""
+    """The copies of the first step, which counts: all groups leave."""
 
     def groups(
         self, stage: int, order: Sequence[tuple[int, int]], chunks: Sequence[ChunkWork]
@@ -173,7 +173,7 @@ class Copied:
     chunk: int
     microbatch: int
     group: int
-    """Of the chunk, in the order of copies out."""
+    """The group of the chunk, in the order of copies out."""
     begin_ps: int
     end_ps: int
 
@@ -185,7 +185,7 @@ class Ran:
     begin_ps: int
     end_ps: int
     waits: tuple[tuple[int, int], ...] = ()
-    """After how much computing it waited, and how long."""
+    """Computing time before each wait, and the length of the wait."""
 
 
 class StageCopies:
@@ -219,14 +219,14 @@ class StageCopies:
         self._alive: dict[tuple[int, int], _Microbatch] = {}
         self._out_free = self._back_free = 0
         self.ran: list[Ran] = []
-        """Of every event so far."""
+        """The run of every event so far."""
         self.device: Changes = {}
         """Bytes on the device that no record counts: copies under way, groups that stay, and groups
         that come back before their layer's backward."""
         self.host: dict[tuple[str, int], Changes] = {}
         """Bytes in host memory by group's name and size, as pools keep them."""
         self.copied: list[Copied] = []
-        """So far, in the order in which they were asked for."""
+        """The copies so far, in the order in which they were asked for."""
 
     @property
     def stall_ps(self) -> int:

@@ -68,13 +68,13 @@ class WholeLayerCopies:
         self._back: dict[int, int] = {}  # when it is back
         self._stream = 0
         self.ran: list[Ran] = []
-        """Of every event so far."""
+        """The run of every event so far."""
         self.device: Changes = {}
         """Bytes on the device that no record counts."""
         self.host: Changes = {}
         """Bytes in host memory."""
         self.copied: list[Copied] = []
-        """So far, in order; a layer is a group."""
+        """The copies so far, in order; a layer is a group."""
 
     @property
     def stall_ps(self) -> int:

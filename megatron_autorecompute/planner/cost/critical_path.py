@@ -1,8 +1,8 @@
 """Which events a step waits for: its critical path, as counts.
 
-A step takes as long as its longest path of events, each of which waits for the one before it. Which
-events wait for which is the schedule's; what is chosen changes their times only. So the events on
-any one path take no longer than the step, whatever is chosen, and their counts are a bound.
+A step takes as long as its longest path of events, each of which waits for the one before it. The
+schedule decides which events wait for which; choices change only their times. So the events on any
+one path never take longer than the step, and the counts of a path give a bound for all choices.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Walk:
         self.counts = np.zeros((2, *forward.shape), np.int64)
 
     def whole(self, replayed: Sequence[tuple[Part, Ints]], last: Ints) -> Ints:
-        """From the end of a replay to its begin; `[direction, stage, chunk]`."""
+        """The paths from the end of a replay to its beginning; `[direction, stage, chunk]`."""
         place = last.shape[0] - 1, int(last[-1].argmax())
         for part, table in reversed(replayed):
             place = self.through(part, table, place)

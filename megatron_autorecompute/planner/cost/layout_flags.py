@@ -56,8 +56,8 @@ def uneven_layouts(shape: Layout) -> Iterator[Layout]:
 
 
 def all_layouts(shape: Layout, most: int) -> list[Layout]:
-    """With one chunk a stage every partition of the decoder layers, if they are no more than this;
-    else what the flags for uneven stages can give."""
+    """With one chunk per stage: every partition of the decoder layers, if there are no more than
+    this. Otherwise: what the flags for uneven stages can give."""
     layers, stages = shape.num_layers, shape.num_stages
     if shape.num_chunks > 1 or math.comb(layers + stages - 1, stages - 1) > most:
         return list(uneven_layouts(shape))
@@ -86,7 +86,7 @@ def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[s
 
 
 def _uneven(shape: Layout, first: int, last: int | None) -> Layout | None:
-    """Of as many layers, stages and chunks; None where Megatron refuses these numbers."""
+    """The uneven layout of so many layers, stages and chunks; None if Megatron refuses these."""
     try:
         return Layout.from_flags(
             shape.num_layers,

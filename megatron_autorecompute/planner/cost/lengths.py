@@ -3,7 +3,7 @@
 A profile with lines (`lines.RecordLines`) holds for microbatches of every length: `profile_at`
 gives the profile of one length. No figure of it falls with the length. So a plan for microbatches
 of T tokens bounds every call whose microbatches have at most T, in any order and number
-(docs/any-loop.md has the proof).
+(docs/decisions/bytes.md has the proof).
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Arrangement:
 
     @cached_property
     def _profiles(self) -> list[Profile]:
-        """Of each microbatch."""
+        """The profile of each microbatch."""
         call_tokens = sum(one.tokens for one in self.lengths)
         if self.routed:
             each = zip(self.lengths, self.routed, strict=True)

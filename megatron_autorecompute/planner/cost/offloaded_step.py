@@ -1,8 +1,8 @@
-"""A step whose layers copy activations to host memory: how long it takes with its waits.
+"""The time of a step whose layers copy activations to host memory, with its waits for copies.
 
-All stages are replayed event by event, because a wait delays whoever needs the event's output. A
-step of more than `MOST_EVENTS` is replayed for fewer microbatches, and each further one is taken to
-need what the last ones needed.
+All stages are replayed event by event, because a wait delays every event that needs the output. A
+step of more than `MOST_EVENTS` is replayed for fewer microbatches. Each microbatch left out is
+assumed to take as long as the last ones replayed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_autorecompute.profile import HostLink, Profile
 
 Copies = StageCopies | WholeLayerCopies
 MOST_EVENTS = 1 << 12
-"""Of all stages together in a replay."""
+"""The most events of all stages together in a replay."""
 _FEW = 3
 """Microbatches that show all there is where each is like the one before."""
 StageUnits = Sequence[Sequence[tuple[Unit, ...]]]
@@ -51,7 +51,7 @@ class OffloadedStep:
     """A step replayed with its copies."""
 
     schedule: Schedule
-    """That was replayed; of fewer microbatches where the step is long."""
+    """The replayed schedule; a long step has fewer microbatches in it."""
     step_ms: float
     stages: tuple[Copies, ...]
     units: StageUnits

@@ -30,9 +30,9 @@ class Outcome:
     step_ms: float
     """Time of the step."""
     busy_ms: tuple[float, ...]
-    """Per stage, all microbatches."""
+    """The busy time of each stage with all its microbatches."""
     peak_high_bytes: tuple[int, ...]
-    """Per stage, high end."""
+    """The high end of each stage's peak."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Outcomes:
         self._bases = [stage_base(costs.profile, costs.layout, s, "high") for s in stages]
         self._moments = [stage_moments(costs.profile, costs.schedule, s) for s in stages]
         self._known: dict[tuple[object, ...], _StageCost] = {}
-        """By the choices of a stage's layers."""
+        """What is known, by the choices of a stage's layers."""
 
     def of(
         self,

@@ -28,7 +28,7 @@ _ORDER: tuple[tuple[Direction, int], ...] = (
     ("forward", 3),
     ("backward", 0),
 )
-"""Of the parts of two layers: attention, dispatch, experts, combine."""
+"""The order of the parts of two layers: attention, dispatch, experts, combine."""
 _LAST = 3
 
 
@@ -38,17 +38,17 @@ class Point:
 
     direction: Direction
     unit: int
-    """That runs, of its chunk."""
+    """The unit of its chunk that runs."""
     own_bytes: int
-    """Of the microbatch of that direction."""
+    """The bytes of the microbatch of that direction."""
     other_bytes: int
-    """Of the other one."""
+    """The bytes of the other microbatch."""
     late: bool = False
     """Whether all layers have run, and outputs are sent."""
 
     @property
     def bytes(self) -> int:
-        """Of both."""
+        """The bytes of both."""
         return self.own_bytes + self.other_bytes
 
 
@@ -126,20 +126,20 @@ class _Run:
         self.forward, self.backward, self.gradient = forward, backward, gradient_bytes
         self.boundary, self.leaves, self.same = boundary_bytes, leaves, same
         self.passed = boundary_bytes if forward.layers or forward.total else 0
-        """Of the hidden state that the forward passes on, if there is one."""
+        """The hidden state that the forward passes on, if there is one."""
         self.low_own, self.low_other = 0, backward.total
-        """Held by the forward's microbatch before what runs, and by the backward's."""
+        """Bytes held before what runs: by the forward's microbatch, and by the backward's."""
         self.own, self.other = 0, backward.total
         """Alive of each between two parts."""
         self.left: dict[int, int] = {}
         """What layers keep until their next forward, by unit of the backward."""
         self.idle = dict(idle)
-        """The same, by unit of the forward."""
+        """What layers keep until their next forward, by unit of the forward."""
         self.above: _Layer | None = None
-        """That ran backward before."""
+        """The units that ran backward before."""
 
     def points(self) -> Iterator[Point]:
-        """In order of time."""
+        """The points in order of time."""
         yield from self._begin()
         pairs = zip_longest(self.forward.layers, reversed(self.backward.layers))
         for one, last in pairs:
@@ -217,7 +217,7 @@ class _Run:
 
 
 def _kept(columns: ChunkColumns) -> int:
-    """By the graph of a chunk's output."""
+    """The bytes that the graph of a chunk's output keeps."""
     return next((u.output_keeps_bytes for u in reversed(columns.units) if u.layers), 0)
 
 

@@ -64,7 +64,7 @@ class Moment:
     direction: Direction
     chunk: int
     in_flight: tuple[int, ...]
-    """Per chunk, microbatches whose forward is done and whose backward has not begun."""
+    """The microbatches of each chunk whose forward is done and whose backward has not begun."""
     extra: int
     """Boundary tensors that belong to no layer."""
     microbatch: int
@@ -81,7 +81,7 @@ class Moment:
     """Runs of the output layer whose weight gradient waits until the pipeline has drained."""
     late: int = 0
     """Of two events side by side: how many more boundary tensors there are once the last layers
-    have run, and outputs are sent; may be negative."""
+    have run and outputs are sent. May be negative."""
 
     @property
     def in_parts(self) -> bool:
@@ -277,7 +277,7 @@ def _decisive(positions: Ints, counts: NDArray[np.int16]) -> Ints:
 
 
 def _without_passages(kept: Ints, counts: NDArray[np.int16]) -> Ints:
-    """Those whose counts are not at most the mean of their two neighbours' counts."""
+    """The positions whose counts are not at most the mean of their two neighbours' counts."""
     rows = counts[kept]
     between = np.zeros(len(rows), np.bool_)
     between[1:-1] = np.all(2 * rows[1:-1] <= rows[:-2] + rows[2:], axis=1)

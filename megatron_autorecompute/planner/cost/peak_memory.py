@@ -114,7 +114,7 @@ class StageBase:
 
     static: StaticBytes
     optimizer_step_peak_bytes: int
-    """On top of static, with what others in the process hold."""
+    """The optimizer step's peak above static bytes, with what others in the process hold."""
     overhead: ScheduleOverhead
     boundary_bytes: int
     """One boundary tensor; `p2p_tensors` counts them. Also the gradient of a chunk's output."""
@@ -126,7 +126,7 @@ class StageBase:
     """Memory that forwards and backwards cannot use: with one CUDA graph of all of them, whose pool
     nothing else uses, that of the optimizer step."""
     deferred_bytes: int = 0
-    """Of one deferred run of the output layer; `Moment.deferred` counts them."""
+    """The bytes of one deferred run of the output layer; `Moment.deferred` counts these runs."""
     posts_both: bool = False
     """Whether one call posts a forward's and a backward's receive, and waits for both: several
     chunks without overlap_p2p_comm. What is recomputed in that wait is there in the forward."""

@@ -69,8 +69,8 @@ class StageCost:
     host_bytes: int = 0
     """Host memory that one device's copies take at most."""
     ahead_ms: tuple[float, ...] = ()
-    """Per chunk: of backward_ms the recompute that begins before the gradient is there; empty where
-    none does."""
+    """The recompute of each chunk that begins before the gradient is there; it is part of
+    backward_ms. Empty where none does."""
 
     @property
     def busy_ms(self) -> float:
@@ -93,7 +93,7 @@ class PolicyCost:
     stall_ms: float = 0.0
     """The part of step_ms that is added by waits for copies from host memory."""
     ahead_ms: float = 0.0
-    """By how much step_ms is shorter because recompute begins before its gradient is there."""
+    """The time that step_ms saves because recompute begins before its gradient is there."""
     launch_ms: float = 0.0
     """The part of step_ms in which the device waits for the host to launch its kernels."""
 
@@ -104,7 +104,7 @@ class PolicyCost:
 
     @property
     def peak_high_bytes(self) -> int:
-        """Of the fullest stage."""
+        """The high end of the fullest stage's peak."""
         return max(stage.peak_high_bytes for stage in self.stages)
 
 
@@ -221,7 +221,7 @@ class PolicyCosts:
 
     @cached_property
     def _host(self) -> CostTable | None:
-        """Of the host's times."""
+        """The tables of the host's times."""
         return CostTable(self.clocks[1]) if len(self.clocks) > 1 else None
 
     def _units(self, bound: Bound, policy: RecomputePolicy) -> StageUnits:
@@ -262,7 +262,7 @@ class PolicyCosts:
 
     @cached_property
     def _table(self) -> CostTable:
-        """Of the times."""
+        """The table of the times."""
         return CostTable(self.profile)
 
     @cached_property

@@ -2,14 +2,15 @@
 
 Forward k of stage s stands in slot `stride * s + 2 * k`, and its backward j in the slot after
 forward `uncapped warm-up + j`. A stage then has at most one event per slot, in the right order, and
-every event's input stands in an earlier slot (`stride` slots earlier, or, where a microbatch goes
-from the last stage round to the first, more, since groups have at least p microbatches). While all
-stages do both, slots repeat with a *period*: one group of microbatches through all chunks.
+every event's input stands in an earlier slot: `stride` slots earlier, or more where a microbatch
+goes from the last stage round to the first, because groups have at least p microbatches. While all
+stages run both directions, slots repeat with a *period*: one group of microbatches through all
+chunks.
 
-Of several chunks, in the warm-up and in the cool-down, a stage goes on when what it has sent is
-received, even with `overlap_p2p_comm`: a large message is taken straight into the receiver's
-memory. The receiver asks for it when it has done its own event two slots before the one that needs
-it. With one chunk a stage waits no longer for that than for what it receives.
+With several chunks, in warm-up and cool-down, a stage goes on only when its message is received,
+even with `overlap_p2p_comm`: a large message goes straight into the receiver's memory. The receiver
+asks for it when it has done its own event two slots before the one that needs it. With one chunk a
+stage never waits longer for its receiver than for what it receives.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Steady:
 
     @classmethod
     def of(cls, schedule: Schedule) -> Steady:
-        """Of a schedule; without periods where it is too short for one."""
+        """The slots of a schedule; without periods where it is too short for one."""
         p, v, m = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
         size = schedule.group_size if v > 1 else 1
         length = 2 * size * v if v > 1 else 2 * max(p, 8)
@@ -66,7 +67,7 @@ class Steady:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """In one slot, in one direction: what stages wait for."""
+    """What stages wait for in one slot, in one direction."""
 
     view: int
     before: slice
@@ -83,7 +84,7 @@ class Input:
     """0 is a forward, 1 a backward."""
     chunk: int
     row: int | None
-    """Of a block's table; None where the input comes from no other stage."""
+    """The row in a block's table; None where the input comes from no other stage."""
     stage: int
     receiver: int | None = None
     """The stage that must have done its event two slots before, to take what this one sent then."""
@@ -103,7 +104,7 @@ class Block:
         self.waits: list[list[_Wait]] = [[] for _ in range(count)]
         self._inputs: dict[tuple[int, int], Input | None] = {}
         self.receivers: list[list[tuple[Ints, Ints]]] = [[] for _ in range(count)]
-        """By slot: columns of stages whose event waits for a receiver, and of receivers."""
+        """The columns of stages whose event waits for a receiver, and of receivers, by slot."""
         found: tuple[list[Ints], list[Ints]] = ([], [])
         for view, start in enumerate((0, first_backward(schedule))):
             for number in range(count):

@@ -28,7 +28,7 @@ class Times:
     backward: Ints
     """`[stage, chunk]`"""
     ahead: Ints | None = None
-    """Of the backward what may begin before the gradient is there; None: nothing."""
+    """The part of the backward that may begin before the gradient is there; None: nothing."""
 
     def plus(self, other: Times) -> Times:
         """The sum with other times; negative results become 0."""

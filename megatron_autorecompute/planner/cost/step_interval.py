@@ -48,14 +48,14 @@ _OF_QUARTILE = math.sqrt(0.25 * 0.75) / NormalDist().pdf(NormalDist().inv_cdf(0.
 """Standard deviation of the lower quartile of n runs, as a multiple of theirs divided by
 sqrt(n)."""
 _FEW_RUNS = 4
-"""Of few runs the spread is itself uncertain: n of them err by 1 + 4 / n times as much."""
+"""The spread of few runs is itself uncertain: n of them err by 1 + 4 / n times as much."""
 _MOST_PATHS = 16
 _Source = tuple[object, ...]
 """A record of the profile: micro-batch size, and kind and choice, or the name of what it is of."""
 _Errors = Mapping[_Source, Floats]
-"""By record, one standard deviation of its error on every event, `[direction, stage, chunk]`."""
+"""One standard deviation of each record's error on every event, `[direction, stage, chunk]`."""
 _Slopes = Mapping[_Source, float]
-"""By record, what one standard deviation of its error adds to a path."""
+"""What one standard deviation of each record's error adds to a path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StepInterval:
     low_ms: float
     high_ms: float
     coverage: float = COVERAGE
-    """At least this share of profiles has an interval that contains the step of the true times."""
+    """The share of profiles, at least, whose interval contains the step of the true times."""
 
 
 def deviation_ms(record: ChoiceRecord) -> float:
@@ -92,13 +92,13 @@ class StepErrors:
 
     def __init__(self, costs: PolicyCosts, policy: RecomputePolicy) -> None:
         self._clocks = [_Clock(costs, policy, profile) for profile in costs.clocks]
-        """The device's, and where it is known, the host's."""
+        """The clock of the device and, where it is known, that of the host."""
         longest_ms = max(clock.step_ps for clock in self._clocks) / PS_PER_MS
         self.waits_ms = max(0.0, costs.of(policy).step_ms - longest_ms)
         """For copies, and of the clocks for each other; the same at both ends."""
 
     def interval(self) -> StepInterval | None:
-        """Of the step; None where no time of it is known to err."""
+        """The interval of the step; None where no time of it is known to err."""
         ends = [clock.ends_ps() for clock in self._clocks]
         low_ps, high_ps = max(low for low, _ in ends), max(high for _, high in ends)
         if low_ps == high_ps:
@@ -164,7 +164,7 @@ class _Clock:
         return Times(forward, backward, own.ahead).plus(Times(nothing, nothing))
 
     def _measured_ps(self, chunk: Chunk) -> int:
-        """Of a chunk in the measured step; where none is known, the least."""
+        """The measured time of a chunk in the step; the least one where none is known."""
         step = self._profile.measured_step
         if step is None:
             return sum(least_times(self._table, chunk))

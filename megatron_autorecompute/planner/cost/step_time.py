@@ -1,14 +1,14 @@
-"""How long a step takes: every event starts when its stage is free and its input has arrived.
+"""The length of a step: every event starts when its stage is free and its input has arrived.
 
 Messages take no time (as with Megatron's `overlap_p2p_comm`), but some are waited for until they
-are received (`slots.py`). A forward and a backward that EP
-overlap runs side by side are replayed one after the other. Optimizer and gradient reduction are not
-included.
+are received (`slots.py`). A forward and a backward that EP overlap runs side by side are replayed
+one after the other. Optimizer and gradient reduction are not included.
 
-The steady state of a step repeats, so its length hardly matters. What a period of `slots` starts
-from is when each stage finished its last few slots; what it does to that is a convex function, a
-maximum of sums. So where two periods in a row took the same time on every stage, and the n-th after
-them does so again, all those between did: they need not be replayed.
+The steady state of a step repeats, so replaying more microbatches costs little. A period of `slots`
+begins with the times at which each stage finished its last few slots. It maps these times to new
+ones by a convex function, a maximum of sums. So if two periods in a row took the same time on every
+stage, and so does the n-th period after them, all periods between took that time as well and need
+no replay.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Part:
 
     block: Block
     table: Ints
-    """Of the block, the first time; see `Block.table`."""
+    """The table of the block, the first time; see `Block.table`."""
     step: Ints | None = None
-    """By how much what the block starts from grows every time; `[slot, stage, ...]`."""
+    """The growth, each time, of what the block starts from; `[slot, stage, ...]`."""
     times: int = 1
 
     @property

@@ -1,15 +1,15 @@
 """A step under two clocks: the host launches kernels, and the device runs them in a queue.
 
-Whatever is launched, the host goes on after h, and the device is done with it d after it was done
-with what is before, but no sooner than the host has launched it: kernels are taken to be launched
-evenly, so that a layer that the device waits for is done after the longer of h and d. Where the
-host waits for the device, in a layer that reads a value of it, both go on together. So from the
-two moments (host, device) before a layer those after it follow by a matrix in which a sum is a
-maximum and a product a sum, and those after a microbatch by the product of its layers' matrices.
+For a layer the host needs the time h and the device the time d. The host goes on after h. The
+device finishes d after the layer before, but never before the host has launched the layer. Kernels
+are assumed to be launched evenly, so a layer that the device waits for ends after the longer of h
+and d. If the host waits for the device, to read a value, both go on together. So a matrix over
+maxima (as sums) and sums (as products) takes the moments of host and device before a layer to those
+after it. The product of its layers' matrices does the same for a microbatch.
 
 On one stage both clocks run on from microbatch to microbatch. In a pipeline a stage's host waits at
-each exchange with its neighbours (Megatron's `batch_p2p_sync`), so they meet at every forward and
-backward.
+each exchange with its neighbours (Megatron's `batch_p2p_sync`), so the clocks meet at every forward
+and backward.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def _then(first: Floats, second: Floats) -> Floats:
 
 
 def _repeated(once: Floats, times: int) -> Floats:
-    """By squaring: a step may have thousands of microbatches."""
+    """The power of a matrix, by squaring: a step may have thousands of microbatches."""
     if times == 1:
         return once
     half = _repeated(once, times // 2)

@@ -45,16 +45,16 @@ COLUMNS = (
     "backward_ps",
     "spread_ps",
 )
-"""Of a unit's costs, in the order of arrays."""
+"""A unit's costs, in the order of arrays."""
 HELD, FORWARD, BACKWARD, TIMES = 0, 1, 2, slice(3, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Of a unit whose recompute begins before the gradient is there."""
+    """A unit whose recompute begins before the gradient is there."""
 
     time_ps: int
-    """Of its backward what is the recompute."""
+    """The recompute's part of its backward."""
     held_bytes: int
     """What it holds from then to its backward, on top of held_bytes."""
     transient_bytes: int
@@ -80,17 +80,17 @@ class Unit:
     """What its backward transient grows by as the chunk's last unit, because the schedule keeps the
     gradient of its output to the end. Nothing for a checkpoint, which keeps it itself."""
     parts: tuple[PartBytes, ...] = ()
-    """As the record's."""
+    """The record's parts."""
     input_stays: bool = False
-    """As the record's."""
+    """The record's field of that name."""
     output_keeps_bytes: int = 0
-    """As the record's."""
+    """The record's field of that name."""
     offload_groups: tuple[OffloadGroup, ...] = ()
-    """As the record's."""
+    """The record's field of that name."""
     graph: GraphBytes | None = None
-    """As the record's."""
+    """The record's field of that name."""
     ahead: Ahead | None = None
-    """None: its recompute begins in its backward."""
+    """What begins ahead; None: its recompute begins in its backward."""
 
     @property
     def time_ps(self) -> int:
@@ -99,7 +99,7 @@ class Unit:
 
     @property
     def ahead_ps(self) -> int:
-        """Of its backward what begins before the gradient is there."""
+        """The part of its backward that begins before the gradient is there."""
         return self.ahead.time_ps if self.ahead else 0
 
     @property
@@ -248,7 +248,7 @@ class CostTable:
 
     @cached_property
     def _units(self) -> dict[tuple[int, LayerPolicy, bool, bool], Unit]:
-        """Of layers, by what `layer` was asked."""
+        """The units of layers, by the arguments of `layer`."""
         return {}
 
     def _unit_of(self, layer: int, policy: LayerPolicy, received: bool, alone: bool) -> Unit:
@@ -531,8 +531,8 @@ class CostTable:
 
     @cached_property
     def _sums(self) -> dict[tuple[Chunk, LayerPolicy], Ints]:
-        """Of a chunk's first layers with one choice: forwards, backwards, and how many have no
-        record of it, `[layers, 3]`."""
+        """Sums over a chunk's first layers with one choice: forwards, backwards, and how many have
+        no record of it, `[layers, 3]`."""
         return {}
 
 

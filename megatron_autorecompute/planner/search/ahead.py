@@ -1,9 +1,9 @@
-"""Which layers recompute ahead, in choices that are found: those that make the step shorter.
+"""Which layers recompute ahead: marks on found choices that make the step shorter.
 
 A recompute that begins early takes bytes and never makes a step longer. So every chunk begins early
-as many layers as fit, the last ones first, and lets go of what the step does not need. Choices that
-hold less leave more room for that: rungs of a ladder of budgets are tried, the same whatever the
-budget is, on each stage.
+as many layers as fit, the last ones first, and then drops the marks that the step does not need.
+Choices that hold less leave more room for marks. So choices for a ladder of smaller budgets are
+tried on each stage; the ladder does not depend on the budget.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_autorecompute.planner.search.stage_problem import put_together
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 
 _RUNGS = 8
-"""Of the ladder; what lies between two is filled with layers that begin early."""
+"""The number of rungs of the ladder; layers that begin early fill what lies between two."""
 
 
 def with_early(problem: Problem, found: Solution) -> Solution:
@@ -78,7 +78,7 @@ def _with(policy: RecomputePolicy, other: RecomputePolicy, layers: list[int]) ->
 
 
 def _without_needless(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
-    """With the fewest units of every chunk begun early whose step is no longer."""
+    """The policy with the fewest units of every chunk begun early whose step is no longer."""
     most_ms = problem.costs.step_ms(policy)
     for chunk in (chunk for chunks in problem.layout.stages for chunk in reversed(chunks)):
         units = _units(problem, policy, chunk)

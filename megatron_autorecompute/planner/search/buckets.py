@@ -14,7 +14,7 @@ from megatron_autorecompute.planner.search.solve import try_solve
 BUCKETS = (0.25, 0.375, 0.5, 0.75, 1.0)
 """Shares of the cap for which there are plans."""
 ABOVE = 0.25
-"""Above the cap, plans are made in steps of this share of it."""
+"""The step of plans above the cap, as a share of the cap."""
 LARGEST = "calls by tokens of their largest microbatch"
 """A fact of the model: shares of calls, by bucket."""
 EXAMPLES = "tokens of each microbatch in some calls"
@@ -34,15 +34,15 @@ class BucketPlan:
     """A plan for calls whose largest microbatch has at most so many tokens."""
 
     tokens: int
-    """On a rank."""
+    """The tokens on a rank."""
     share: float | None
-    """Of all calls; None if their lengths are not known."""
+    """The share of all calls; None if their lengths are not known."""
     policy: str | None
-    """None: even the leanest policy needs more than the budget."""
+    """The policy; None: even the leanest policy needs more than the budget."""
     peak_bytes: int
-    """Of the fullest stage."""
+    """The peak of the fullest stage."""
     step_ms: float
-    """If every microbatch is that long; 0 without a policy."""
+    """The step if every microbatch is that long; 0 without a policy."""
     saved: float
     """Share of the step that it saves against the plan for the cap."""
 

@@ -1,7 +1,8 @@
-"""The plans of one chunk, put together from its last unit to its first, without what is worse.
+"""The plans of one chunk, built from its last unit to its first, without plans that others beat.
 
-`table` has them whatever the budget: all of a short chunk, of a long one those nearest to the least
-time for what they hold. `Pruned` keeps those that can still win at some prices.
+`table` does not depend on a budget. It has all plans of a short chunk, and of a long one those
+nearest to the least time for what they hold. `Pruned` keeps those that can still win at some
+prices.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from megatron_autorecompute.planner.search.units import Priced
 from megatron_autorecompute.policy import LayerPolicy
 
 SLACK = 1e-9
-"""Of sums of floats, as a share of them: they are wrong by less."""
+"""The limit of the error of sums of floats, as a share of them."""
 _SHORT = 16
 """Places up to which checkpoints of every length are tried in a table."""
 _LENGTHS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256)
-"""Of checkpoints in a longer chunk: up to 128 each is at most half as long again as the one before.
-What is left out counts as not proven."""
+"""The lengths of checkpoints in a longer chunk: up to 128 each is at most half as long again as the
+one before. What is left out counts as not proven."""
 _WORK = 24_000
 """Rows of all places of a table together, about."""
 WIDTHS = (60, 600)
@@ -59,7 +60,7 @@ class Walk:
 
     @property
     def rows(self) -> Ints:
-        """Of whole plans, `[plan, column]`."""
+        """The rows of whole plans, `[plan, column]`."""
         return self._rows[0]
 
     def _go_on(self, place: int, pick: _Pick) -> None:
@@ -106,7 +107,7 @@ class _Thin:
         return found
 
     def keep(self, place: int, rows: Ints, runs: Ints) -> Ints:
-        """Those nearest to the least time for what they hold; more of whole plans."""
+        """The rows nearest to the least time for what they hold; more of whole plans."""
         width = self.width * (4 if place <= self.units.first else 1)
         kept = different(rows, np.argsort(runs, kind="stable"))
         kept = self._at_most(rows, kept, (6 if self.short else 2) * width)
@@ -138,7 +139,7 @@ class Pruned:
         """The least cost of what was left out because it was too much."""
 
     def sizes(self, place: int) -> Iterable[int]:
-        """Those that may be in a plan within the limit."""
+        """The sizes that may be in a plan within the limit."""
         more = self.priced.together(place)
         whole = self._before[place] + more + self._after[place + 2 : place + 2 + len(more)]
         found: list[int] = (np.flatnonzero(whole <= self.limit) + 2).tolist()
@@ -156,7 +157,7 @@ class Pruned:
         return self._at_most(rows, cost, kept[np.sort(undominated(points))], self.width)
 
     def _at_most(self, rows: Ints, cost: Floats, kept: Ints, width: int) -> Ints:
-        """Of some in order of cost."""
+        """The first rows in order of cost."""
         if len(kept) <= width:
             return kept
         held = rows[kept, HELD]
@@ -169,7 +170,7 @@ class Pruned:
 
 
 class ChunkTable:
-    """Plans of a chunk, whatever the budget."""
+    """The plans of a chunk for all budgets."""
 
     def __init__(self, units: ChunkUnits, *, forward: bool) -> None:
         pick = _Thin(units)

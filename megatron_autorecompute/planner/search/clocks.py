@@ -1,8 +1,9 @@
 """The shortest step where both the device and the host may decide it.
 
-A step takes at least what either clock alone takes, so at least any mixture of the two, whose least
-within a budget the exact search finds. What it finds for the device, for the host, and for mixtures
-in which the clock that decided has more weight, is replayed with both; the largest bound is proven.
+A step takes at least what either clock alone takes, and so at least any mixture of the two. The
+exact search finds the least mixture within a budget. The search finds plans for the device, for the
+host, and for mixtures that give the deciding clock more weight. Each plan is replayed with both
+clocks, and the largest bound is proven.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""What copies back from host memory say of how long a step takes at least.
+"""Lower bounds on a step from the copies back from host memory.
 
-A stage takes at least what it computes for all microbatches, and at least what it copies back one
-after the other. So it takes at least any mixture of the two: share * computing + (1 - share) *
-copies, and each is a sum over layers, whose least within a budget the exact search of a stage
-finds.
+A stage takes at least the time that it computes for all microbatches, and at least the time of its
+copies back, which run one after the other. So it takes at least any mixture of the two: share *
+computing + (1 - share) * copies. Both are sums over layers, so the exact search of a stage finds
+the least mixture within a budget.
 
-Of a microbatch and chunk one group of each name may not be copied back, or not in the line of the
-others: the last one of each name stays where the backward follows the forward at once, and a copy
-that was not begun in time is made by the backward itself.
+For each microbatch and chunk, one group of each name may be missing from the copies back: the last
+group stays on the device where the backward follows the forward at once, and the backward itself
+makes a copy that was not begun in time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_autorecompute.profile import ChoiceRecord, HostLink, LayerKind, Pr
 from megatron_autorecompute.work_order import contains
 
 _ROUNDED_PS = 2
-"""By which a unit's mixed time may be rounded up."""
+"""The time by which a unit's mixed time may be rounded up."""
 
 
 def copy_ms(record: ChoiceRecord, link: HostLink) -> float:
@@ -60,7 +60,7 @@ def mixed(profile: Profile, link: HostLink, share: float) -> Profile:
 
 
 def _lowered(records: Sequence[ChoiceRecord]) -> Iterator[ChoiceRecord]:
-    """None takes longer than those that contain its work."""
+    """Times that are lowered until no choice takes longer than those that contain its work."""
     for record in records:
         above = [one for one in records if contains(one.policy, record.policy)]
         time_ms = record.forward_ms + record.backward_ms

@@ -20,7 +20,7 @@ from megatron_autorecompute.planner.search.stage_problem import StageChoice, put
 from megatron_autorecompute.policy import RecomputePolicy
 
 _RELAXED_POINTS = 24
-"""At most of the curve as if copies took no time: each of its policies is replayed three times."""
+"""The most points of the curve without copy times: each of its policies is replayed thrice."""
 Progress = Callable[[float], None]
 """Called with the share that is done."""
 
@@ -63,8 +63,7 @@ def pareto(
 
 
 def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[ParetoPoint, ...]:
-    """Of policies that are found without offload or where copies take no time, with their
-    copies."""
+    """Points of policies found without offload or copy times, replayed with their copies."""
     relaxed = OffloadSearch(problem).relaxed
     number = min(points, _RELAXED_POINTS)
     found = _least_busy(relaxed, number, lambda share: progress(share / 2))

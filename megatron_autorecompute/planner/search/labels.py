@@ -1,7 +1,7 @@
 """Plans of the last units of a chunk, as rows of `COLUMNS`: put together, compared, thinned.
 
-A unit before others adds to their times and to what they hold, and lifts their highest points by
-what it holds itself. So nothing else of them matters to what stands before them.
+A unit in front of a plan adds to its times and held bytes, and lifts its highest points by what the
+unit holds. So these columns are all of a plan that matters to the units in front of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def behind(units: Ints, rows: Ints) -> Ints:
 
 
 def different(rows: Ints, order: Ints) -> Ints:
-    """Of equal rows the one that an order has first."""
+    """The rows without duplicates; the first one in an order stays."""
     with np.errstate(over="ignore"):
         mixed = rows[order] @ _MIX
     first: Ints = np.sort(np.unique(mixed, return_index=True)[1])
@@ -50,7 +50,8 @@ def different(rows: Ints, order: Ints) -> Ints:
 
 
 def undominated(values: Ints | Floats) -> Ints:
-    """Of points those than which no other is lower in something and higher in nothing.
+    """The points that no other point beats: lower in something and higher in nothing. There may be
+    none: where a checkpoint lies around a place, no plan within a limit begins there.
 
     There may be none: where a checkpoint lies around a place, no plan within a limit begins there.
     """
@@ -76,7 +77,7 @@ def _is_above(points: Ints | Floats, others: Ints | Floats) -> Bools:
 
 
 def _not_above_each_other(points: Ints | Floats) -> Ints:
-    """Of equal points the first is kept."""
+    """The points that no other is below; the first of equal points stays."""
     above = np.ones((len(points), len(points)), np.bool_)
     for column in range(points.shape[1]):
         above &= points[None, :, column] <= points[:, column, None]
@@ -87,7 +88,7 @@ def _not_above_each_other(points: Ints | Floats) -> Ints:
 
 
 def nearest(rows: Ints, width: int) -> Ints:
-    """In each of so many cells of bytes the row nearest to the least time for what it holds."""
+    """The row nearest to the least time for what it holds, in each of so many cells of bytes."""
     held = rows[:, HELD].astype(np.float64)
     time = (rows[:, FORWARD_PS] + rows[:, BACKWARD_PS]).astype(np.float64)
     over = (rows[:, BACKWARD] - rows[:, HELD]).astype(np.float64)

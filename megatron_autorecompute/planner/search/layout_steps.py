@@ -38,7 +38,7 @@ class LeastSteps:
         self._busy: dict[object, float] = {}
 
     def without_budget_ms(self, layout: Layout) -> float:
-        """By the busiest stage's decoder layers, whatever they hold."""
+        """A bound from the busiest stage's decoder layers, without a budget."""
         last = layout.num_layers
         busiest = 0
         for stage in layout.stages:
@@ -49,7 +49,7 @@ class LeastSteps:
         return self._step_ms(own_ps)
 
     def busy_ms(self, layout: Layout) -> float:
-        """By the busiest stage's choices, as prices of bytes tell."""
+        """A bound from the busiest stage's choices at prices of bytes."""
         if any(key not in self._busy for key in self._keys(layout)):
             self._price(replace(self.problem, layout=layout, known=()))
         busiest = max(self._busy[key] for key in self._keys(layout))
@@ -69,7 +69,7 @@ class LeastSteps:
                 self._busy[key] = found + more
 
     def _keys(self, layout: Layout) -> list[object]:
-        """Of every stage what tells it apart from others that cost differently."""
+        """The key of every stage: it differs between stages that cost differently."""
         return [
             (number, tuple(self._run(chunk.layers) for chunk in stage))
             for number, stage in enumerate(layout.stages)
@@ -84,8 +84,8 @@ class LeastSteps:
         return self._runs[layers]
 
     def step_ms(self, problem: Problem) -> float:
-        """By the paths that are the longest where every stage is as busy as it is at least, or by
-        Megatron's offload of whole layers where that is shorter."""
+        """A bound from the longest paths if every stage is only as busy as it must be, or from
+        Megatron's offload of whole layers if that is shorter."""
         whole = fastest_whole(problem) if may_offload(problem) else None
         whole_ms = math.inf if whole is None else problem.cost(whole).step_ms
         return min(self._by_paths_ms(problem), whole_ms)

@@ -34,7 +34,7 @@ _PARTITIONS = 2000
 _MOST_PRICED = 128
 """Layouts whose steps are bounded as closely as can be."""
 _LAYERS_SOLVED = 1 << 10
-"""Of all those together that are solved; the others' bounds are less close."""
+"""The most layers of all solved layouts together; the others have looser bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class BestLayout:
 
     problem: Problem
     solution: Solution | None
-    """None where none is found that fits and is shorter than asked for."""
+    """The solution; None where none is found that fits and is shorter than asked for."""
     bound_ms: float
     """No layout has a shorter step, whatever is chosen; infinite where all are known that are
     shorter than asked for, and there are none."""

@@ -1,11 +1,10 @@
-"""The choices of a stage with the lowest peak, whatever their time: exact, without tables.
+"""The choices of a stage with the lowest peak, at any time: exact, without tables.
 
-Of a chunk other chunks feel only what it holds, the less the better; and within a chunk the less
-the first layers hold, the better for all later ones. So under one peak the least that every chunk
-can hold is found by going up: begin as if chunks held nothing, let each hold the least with which
-its own moments fit what the others hold, and repeat until nothing rises. If that ends, these
-choices fit; if a chunk finds none, nothing fits. The lowest such peak is then found between two
-bounds.
+A chunk affects other chunks only by what it holds, and less is better. Within a chunk, less held by
+the first layers is better for all later ones. So iteration finds the least that every chunk can
+hold under a peak: begin as if chunks held nothing, let each hold the least with which its own
+moments fit beside the others, and repeat until nothing rises. If the iteration ends, these choices
+fit; if a chunk finds none, nothing fits. Bisection then finds the lowest such peak.
 """
 
 from __future__ import annotations
@@ -61,11 +60,11 @@ class _Found:
     """What comes of one peak."""
 
     ways: tuple[_Way, ...]
-    """Of every chunk; none where nothing fits."""
+    """The ways of every chunk; none where nothing fits."""
     held: Ints
     """`[chunk]` bytes."""
     short_bytes: int
-    """With fewer more nothing would have come out differently."""
+    """The least number of further bytes that would have changed the result."""
 
 
 def _fitting(problem: StageProblem, chunks: Sequence[_Chunk], peak: int, held: Ints) -> _Found:
@@ -87,7 +86,7 @@ def _fitting(problem: StageProblem, chunks: Sequence[_Chunk], peak: int, held: I
 
 
 def _limits(problem: StageProblem, chunk: int, peak: int, held: Ints) -> Ints:
-    """Of a chunk's highest points in forwards and in backwards."""
+    """The limits of a chunk's highest points in forwards and in backwards."""
     room = peak - problem.constant - problem.counts @ held
     own, forward = problem.running == chunk, problem.is_forward
     return np.array([room[own & each].min(initial=_FAR) for each in (forward, ~forward)])
@@ -126,8 +125,8 @@ class _Chunk:
         return self._known[-1][1]
 
     def _least(self, limits: Ints) -> tuple[_Way | None, int]:
-        """From the first unit to the last: the least held before each place, then the fewest runs
-        of equal choices."""
+        """The choices with the least held before each place, from the first unit to the last, and
+        then the fewest runs of equal choices."""
         places, short_bytes = self.units.places, _FAR
         held, runs = np.full(places + 1, _FAR), np.zeros(places + 1, np.int64)
         held[0], came, last = 0, np.zeros((places + 1, 2), np.int64), [-1] * (places + 1)

@@ -28,7 +28,7 @@ class ManualStrategy:
     """One of Megatron's own settings that fits."""
 
     name: str
-    """As `RecomputePolicy.parse` reads it: megatron:block/4, ..."""
+    """The name as `RecomputePolicy.parse` reads it: megatron:block/4, ..."""
     policy: RecomputePolicy
     cost: PolicyCost
 
@@ -55,7 +55,7 @@ def fits(problem: Problem, cost: PolicyCost) -> bool:
 
 
 def may_fit(problem: Problem, policy: RecomputePolicy) -> bool:
-    """The same, known sooner, without bytes of copies that are under way."""
+    """Whether a policy may fit, by a quicker test without bytes of copies under way."""
     for stage, (chunks, budget) in enumerate(
         zip(problem.layout.stages, problem.budgets, strict=True)
     ):

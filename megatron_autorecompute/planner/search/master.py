@@ -1,10 +1,10 @@
 """One linear program for all stages: mixtures of plans of chunks, paths of the step, and moments.
 
-A step is at least what any path through its events takes, and a stage's bytes are at most its
-budget at every moment. Of the program over the plans, paths and moments known so far, the duals
-price time and bytes; each chunk then adds its cheapest plan, and the fractional times add their
-longest paths. Any prices that are not negative give a bound on every step, whatever the program's
-tolerance: what each chunk's cheapest plan costs, less the budgets' price.
+A step is at least as long as any path through its events, and a stage's bytes are at most its
+budget at every moment. The program knows some plans, paths and moments; its duals price time and
+bytes. Each chunk then adds its cheapest plan at these prices, and the fractional times add their
+longest paths. Any non-negative prices give a bound on every step: the cost of each chunk's cheapest
+plan, less the budgets' price. The program's tolerance does not matter for this bound.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Solved:
     """What the program says."""
 
     step: float
-    """In ps."""
+    """The step in ps."""
     shares: Floats
-    """Of paths."""
+    """The shares of paths."""
     price: list[Floats]
-    """Of a byte at each moment, by stage."""
+    """The price of a byte at each moment, by stage."""
     times: Ints
     """Fractional ones with residuals, `[direction, stage, chunk]`."""
     duals: dict[tuple[int, int], float]
-    """By stage and chunk."""
+    """The duals by stage and chunk."""
 
 
 class Master:
@@ -77,7 +77,7 @@ class Master:
         self._begin()
 
     def times(self, chosen: Sequence[Sequence[int]]) -> Ints:
-        """Of one plan of each stage, with residuals, `[direction, stage, chunk]`."""
+        """The times of one plan of each stage, with residuals, `[direction, stage, chunk]`."""
         own = [
             stage.times(np.array([rows], np.int64))[..., 0]
             for stage, rows in zip(self.stages, chosen, strict=True)

@@ -1,14 +1,16 @@
 """The shortest step where layers may also offload.
 
-Copies couple what stages' searches keep apart: a backward waits for its own copies, and memory is
-free only when they have ended. So two things are solved exactly, and what lies between is searched:
+Copies couple what the searches of stages keep apart: a backward waits for its own copies, and
+memory is free only when they have ended. So two simpler problems are solved exactly, and plans
+between them are searched:
 
 - *Relaxed*: copies take no time. Offload is then a choice like any other, and the exact search
-  finds the shortest step; no policy has a shorter one with its waits.
+  finds the shortest step. No policy has a shorter step with its waits.
 - *Mixed*: a stage takes at least what it computes, and at least what it copies back, so at least
-  any mixture of the two, whose least the exact search finds, too.
-- What these find, and what is found without offload, is replayed with its copies: spread over the
-  layers of a chunk, leaner where copies under way took too much, one layer changed after another.
+  any mixture of the two. The exact search finds the least mixture.
+- The plans of both, and the plan without offload, are replayed with their copies. Then they are
+  changed: spread over the layers of a chunk, made leaner where copies under way took too much, and
+  improved one layer after another.
 
 The larger of both bounds is what is proven.
 """
@@ -43,7 +45,7 @@ from megatron_autorecompute.policy import WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.units import gib
 
 SHARES = (0.75, 0.5, 0.25)
-"""Of computing in the mixtures that are tried; copies have the rest."""
+"""The shares of computing in the mixtures that are tried; copies have the rest."""
 WITH_OFFLOAD = "With offload"
 """How the sentence begins that says what offload gains."""
 _REPAIRS = 5
@@ -53,7 +55,7 @@ _LESS = 32
 _WORK = 1 << 17
 """Events that a search replays."""
 _REPLAYS = (24, 160)
-"""At least and at most, whatever they cost."""
+"""The number of replays, at least and at most."""
 
 
 class OffloadSearch:
@@ -190,7 +192,7 @@ class _Replays:
         self.left = min(most, max(least, _WORK // min(events, MOST_EVENTS)))
         self.tried: set[RecomputePolicy] = set()
         self.found: tuple[RecomputePolicy, PolicyCost] | None = None
-        """That needs the fewest bytes too many, and has the shortest step among those."""
+        """The policy with the fewest bytes too many and, among those, the shortest step."""
 
     def best(self, starts: Sequence[RecomputePolicy], bound_ms: float) -> RecomputePolicy | None:
         """The best that fits, from the starts on."""

@@ -1,9 +1,8 @@
-"""Megatron's own settings that offload, the same for all layers: `offload[…]` and, where layers
-leave as a whole, `cpu_offloading/N` for every N.
+"""Megatron's own settings that offload: `offload[…]` on all layers alike, and `cpu_offloading/N`.
 
 There are few, and each that could be the fastest is replayed with its copies. `cpu_offloading/N`
-are the only policies in which layers leave as a whole (Megatron takes them on one pipeline stage,
-without recompute, for the first layers and not for all), so that the best of these is exact.
+are the only policies in which layers leave as a whole. Megatron takes them on one pipeline stage,
+without recompute, for the first layers and not for all. So the best of them is exact.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def may_offload(problem: Problem, *, only_modules: bool = False) -> bool:
 
 
 def settings_of_modules(problem: Problem) -> tuple[RecomputePolicy, ...]:
-    """Those that offload modules and may be used, each once."""
+    """The settings that offload modules and may be used, each once."""
     kinds = problem.profile.kinds
     choices = [c for k in kinds for c in (*(record.policy for record in k.choices), *k.equals)]
     sets = dict.fromkeys(c.offload for c in choices if c.offload and c != WHOLE)
@@ -87,7 +86,7 @@ def settings_of_whole_layers(problem: Problem) -> tuple[RecomputePolicy, ...]:
 def fastest_setting(
     problem: Problem, policies: Sequence[RecomputePolicy]
 ) -> RecomputePolicy | None:
-    """Of some policies the one with the shortest step that fits; None where none does."""
+    """The policy with the shortest step that fits, of some; None where none does."""
     best: tuple[RecomputePolicy, PolicyCost] | None = None
     for policy in policies:
         if best is not None and _least_ms(problem, policy) >= best[1].step_ms:

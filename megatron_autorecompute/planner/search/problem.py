@@ -56,7 +56,7 @@ class Stages:
     ) -> None:
         self.costs = PolicyCosts(profile, layout, schedule, percentile)
         self.table = CostTable(profile, percentile, "high")
-        """Of what choices cost, as budgets are met."""
+        """The table of choices' costs, filled as budgets are met."""
         self._only, self._chunk_tables = only, Tables()
         self._known: dict[int, Stage] = {}
 
@@ -81,12 +81,12 @@ class Stages:
 
     @cached_property
     def leanest(self) -> tuple[StageChoice, ...]:
-        """Per stage, the choices with the lowest peak."""
+        """The choices of each stage with the lowest peak."""
         return tuple(stage.leanest for stage in self.all)
 
     @cached_property
     def fastest(self) -> tuple[StageChoice, ...]:
-        """Per stage, the fastest choices without a memory limit."""
+        """The fastest choices of each stage without a memory limit."""
         found = (stage.fastest(NO_LIMIT) for stage in self.all)
         return tuple(choice for choice in found if choice is not None)
 
@@ -131,8 +131,7 @@ class Problem:
         _ = self.only
 
     def at(self, budget: Budget, known: Sequence[RecomputePolicy] = ()) -> Problem:
-        """The same problem under another budget, with other known plans; what depends on neither
-        is worked out once."""
+        """This problem with another budget and known plans; what depends on neither is shared."""
         other = replace(self, budget=budget, known=tuple(known))
         vars(other)["stages"] = self.stages
         return other
@@ -169,11 +168,11 @@ class Problem:
 
     @property
     def table(self) -> CostTable:
-        """Of what choices cost, as budgets are met."""
+        """The table of choices' costs, filled as budgets are met."""
         return self.stages.table
 
     def cost(self, policy: RecomputePolicy) -> PolicyCost:
-        """Of any policy in the model."""
+        """The cost of any policy in the model."""
         return self.costs.of(policy)
 
     def allows(self, layer: int, choice: LayerPolicy) -> bool:

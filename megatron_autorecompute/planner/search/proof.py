@@ -1,5 +1,7 @@
-"""The rest of a small problem as an integer program: all plans of stages that may still be better,
-and paths that are added as they turn out to be longer."""
+"""The rest of a small problem as an integer program over all plans that may still be better.
+
+Paths are added to the program when they turn out to be longer than it assumed.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,19 @@ from megatron_autorecompute.planner.search.stage_plans import Effort
 from megatron_autorecompute.planner.search.step import CHUNKS, StepSearch
 
 _PLANS = 4000
-"""Of the first chunks of a stage, together."""
+"""The most plans of the first chunks of a stage, together."""
 _MOST = 1000
-"""Of a stage, than which no other is shorter everywhere."""
+"""The most plans of a stage of which none is shorter everywhere than another."""
 _ROUNDS = 60
 """Ends the few programs whose paths have no end in sight; half as many or twice as many change no
 answer of 60 random problems, nor do the next one's."""
 _NODES = 20_000
 _TOLERANCE = 1e-7
-"""Of the solver, as a share of the step."""
+"""The solver's tolerance, as a share of the step."""
 
 
 class Proof:
-    """Of what a search has left."""
+    """A proof from what a search has left."""
 
     def __init__(self, search: StepSearch) -> None:
         self.search, self.master = search, search.master

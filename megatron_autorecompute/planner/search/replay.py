@@ -10,7 +10,7 @@ from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.step_time import finished, step_unit
 
 _GROUPS = 8
-"""Of microbatches, beyond which a step mostly repeats."""
+"""The groups of microbatches beyond which a step mostly repeats."""
 _EVENTS = 1 << 21
 """Replayed at once."""
 
@@ -35,11 +35,11 @@ class Replay:
         return found
 
     def step(self, times: Ints) -> int:
-        """In units."""
+        """The step in units."""
         return int(self.steps(times[..., None])[0])
 
     def steps(self, times: Ints) -> Ints:
-        """The same of candidates, the last dimension of the times."""
+        """The steps of candidates, which are the last dimension of the times."""
         forward, backward = times // self.unit
         found: Ints = finished(self.schedule, forward, backward).max(axis=0)
         return found
@@ -51,7 +51,7 @@ class Replay:
 
     @property
     def events(self) -> int:
-        """Of a step, but for what repeats."""
+        """The events of a step, without what repeats."""
         schedule = self.schedule
         microbatches = min(schedule.num_microbatches, _GROUPS * schedule.group_size)
         return 2 * microbatches * schedule.num_stages * schedule.num_chunks

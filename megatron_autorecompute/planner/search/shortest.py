@@ -34,7 +34,7 @@ def shortest(problem: Problem) -> Solution | None:
 
 
 def _searched(problem: Problem) -> Solution:
-    """What the search finds, the same whatever was asked before."""
+    """The result of the search; it does not depend on earlier searches."""
     stages, budgets = problem.stages.all, problem.budgets
     least_busy = [own.afresh(budget) for own, budget in zip(stages, budgets, strict=True)]
     search = StepSearch(_replay(problem), stages, budgets)
@@ -74,7 +74,7 @@ def _megatrons(problem: Problem) -> Iterator[RecomputePolicy]:
 
 
 def _splits(problem: Problem, policy: RecomputePolicy) -> list[Split]:
-    """Of an allowed policy; recorded choices are in place of inert ones that equal them."""
+    """An allowed policy stage by stage; recorded choices stand for inert ones that equal them."""
     own = [_recorded(problem, layer, choice) for layer, choice in enumerate(policy.layers)]
     return [
         tuple(tuple(own[layer] for layer in chunk.layers) for chunk in chunks)

@@ -1,7 +1,7 @@
-"""Budgets made smaller until what is found truly fits: where a peak is no sum over choices.
+"""Searches with smaller budgets until the answer truly fits, where a peak is no sum over choices.
 
-What a search counts is then the least that choices can need. What it finds is held against what it
-truly needs, and where that is too much, the search is asked again with so many bytes less.
+The search counts the least bytes that choices can need. The answer is compared with what it truly
+needs. If that exceeds the budget, the search runs again with the budget lowered by the excess.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def solve(problem: Problem) -> Solution:
 
 
 def try_solve(problem: Problem) -> Solution | None:
-    """As `solve`, but returns None if nothing fits; for searches that try many problems."""
+    """The solution, or None if nothing fits; for searches that try many problems."""
     if may_offload(problem):
         return OffloadSearch(problem).solve()
     return shortest_of_clocks(problem) if knows_host(problem.profile) else shortest(problem)

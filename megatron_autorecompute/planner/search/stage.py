@@ -1,11 +1,11 @@
 """The search of one stage, for any number of budgets.
 
-What a pair of events side by side needs (EP overlap) is no sum of what its two chunks need: it
-depends on which layers of both are alive at once. So the search sees the two events of a pair one
-after the other, each without the other's microbatch. No choices that fit need less than that, so
-its bound holds; what it finds is held against the true peak, and searched again with bytes added to
-the events of pairs. With CUDA graphs of layers, what their pool and everything else need together
-is at least what any moment has of both, and bytes are added to all events in the same way.
+With EP overlap, two events side by side need bytes that are no sum over their two chunks: they
+depend on which layers of both are alive at once. So the search sees the two events one after the
+other, each without the other's microbatch. No choices that fit need less than that, so the bound
+holds. The answer is compared with the true peak, and searched again with bytes added to the events
+of pairs. CUDA graphs of layers work in the same way: their pool and everything else together need
+at least what any moment has of both, and bytes are added to all events.
 """
 
 from __future__ import annotations
@@ -74,19 +74,19 @@ class Stage:
 
     @cached_property
     def tables(self) -> list[ChunkTable]:
-        """Of every chunk."""
+        """The table of every chunk."""
         forward = bool(self.problem.is_forward.any())
         return [self._tables.of(chunk, forward=forward) for chunk in self.problem.chunks]
 
     @cached_property
     def least_ps(self) -> int:
-        """Time of the fastest choices, whatever their peak."""
+        """Time of the fastest choices, at any peak."""
         places = (rows for chunk in self.problem.chunks for rows in chunk.alone)
         return sum(int(rows[:, :HELD].sum(axis=1).min()) for rows in places)
 
     @cached_property
     def leanest(self) -> StageChoice:
-        """The choices with the lowest peak, whatever their time."""
+        """The choices with the lowest peak, at any time."""
         if self.problem.true_peak is None:
             return leanest(self.problem)
         return arranged(self.problem, self._apart_leanest)
@@ -121,7 +121,7 @@ class Stage:
         )
 
     def _open(self) -> list[Plans]:
-        """Of every chunk, the same where chunks are alike."""
+        """The search state of every chunk, shared by equal chunks."""
         tables = {id(table): table for table in self.tables}
         own = {key: Plans(table) for key, table in tables.items()}
         return [own[id(table)] for table in self.tables]
@@ -131,7 +131,7 @@ class Stage:
         return self._found[budget] if budget in self._found else self.afresh(budget)
 
     def afresh(self, budget: int) -> StageChoice | None:
-        """The same, searched again, so that `plans` has what was found of this budget alone."""
+        """Search as `fastest`, but again, so that `plans` has what this budget alone found."""
         self._budget = -1
         self._found[budget] = self._fastest(budget)
         return self._found[budget]

@@ -1,8 +1,8 @@
 """Plans of one stage: a plan for each of its chunks, which together fit every moment.
 
-A small linear program over plans of chunks and moments prices the stage's bytes. Beyond the bound
-that the prices give, every plan of a chunk costs something; sums of that which cannot beat the best
-known are dropped. Of a stage with one long chunk, plans are put together again at these prices.
+A small linear program over plans of chunks and moments prices the stage's bytes. At these prices
+every plan of a chunk costs something beyond the bound. Combinations whose costs add up to more than
+the best known plan's are dropped. A stage with one long chunk is searched again at these prices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_autorecompute.planner.search.units import Priced, close
 _PRICINGS = 8
 """Programs until prices stand; half as many or twice as many change no answer."""
 _TOLERANCE = 1e-7
-"""Of linear programs, relative."""
+"""The relative tolerance of linear programs."""
 _WIDTHS = (90, 270, 810, 2430, 7290)
 """Plans of a long chunk that are kept at a place, in rounds."""
 WORK, LEAST_WORK = 320_000, 54_000
@@ -44,9 +44,9 @@ class Effort:
     """How many plans of a stage are listed."""
 
     width: int = 200
-    """Of the chunks so far, together."""
+    """The combinations kept of the chunks so far."""
     finals: int = 24
-    """Of the whole stage, but for those that are asked to be listed in full."""
+    """The combinations kept of the whole stage, unless they are to be listed in full."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,9 +86,9 @@ class StagePlans:
         own = [known.add(policies) for known, policies in zip(plans, lean, strict=True)]
         self.lean: tuple[int, ...] = tuple(own)
         self.fits = self._fitting()
-        """Per chunk, plans that may fit beside the leanest ones of the others."""
+        """The plans of each chunk that may fit beside the leanest ones of the others."""
         self.pools = [{row} for row in own]
-        """Per chunk, plans in the linear program."""
+        """The plans of each chunk in the linear program."""
         self._known: dict[bytes, Listed] = {}
         """What was listed, by weights whose largest is 1."""
 
@@ -212,7 +212,7 @@ class StagePlans:
         return more
 
     def bounds(self, prices: Floats) -> Floats:
-        """Per chunk, what no plan that may fit costs less than."""
+        """The least cost of any plan of each chunk that may fit."""
         found = np.zeros(len(self.chunks))
         for c, known in enumerate(self.plans):
             if known.table.complete:
@@ -262,7 +262,7 @@ class StagePlans:
         return found
 
     def _again(self, weights: Floats, prices: Floats, paid: float, effort: Effort) -> Listed:
-        """Of the only chunk, plans put together at the prices; wider until they are the best."""
+        """Plans of the only chunk, built at the prices, wider each time until they are the best."""
         known = self.plans[0]
         units, fits = known.table.units, self.fits[0]
         priced, base, met = close(units, prices)
@@ -342,7 +342,7 @@ class StagePlans:
         return rows[order if more else order[: effort.finals]], cut
 
     def _cost(self, costs: Sequence[Floats], rows: Ints) -> Floats:
-        """Of whole plans."""
+        """The cost of whole plans."""
         found = np.zeros(len(rows))
         for c, own in enumerate(costs):
             found += own[np.searchsorted(self.fits[c], rows[:, c])]
@@ -369,12 +369,12 @@ class _Front:
             self.loads, self.costs = self.loads[::step], self.costs[ends]
 
     def beside(self, other: _Front, points: int) -> _Front:
-        """Of both together."""
+        """The combination of both."""
         loads = (self.loads[:, None] + other.loads).ravel()
         return _Front(loads, (self.costs[:, None] + other.costs).ravel(), points)
 
     def least(self, room: Ints) -> Floats:
-        """With no more bytes than this; infinite where there is nothing."""
+        """The least cost with no more bytes than this; infinite if there is none."""
         at = np.searchsorted(self.loads, room, side="right") - 1
         return np.where(at < 0, np.inf, self.costs[at])
 

@@ -107,7 +107,7 @@ class ChunkUnits:
         gradient = 0 if chunk.head else boundary_bytes
         allowed = [_allowed(table, layer, only) for layer in self.layers]
         self.policies = [*[()] * len(before), *allowed, *[()] * len(after)]
-        """Per place the choices of its layer; none where there is no layer."""
+        """The choices of the layer at each place; none where there is no layer."""
         costs = [_outside(unit, gradient) for unit in before]
         costs += [table.units_in(chunk, *own) for own in zip(self.layers, allowed, strict=True)]
         costs += [_outside(unit, gradient) for unit in after]
@@ -115,12 +115,12 @@ class ChunkUnits:
             _rows(own, kept if place + 1 == self.places else gradient)
             for place, (own, kept) in enumerate(costs)
         ]
-        """Per place what one unit may be, `[choice, column]`."""
+        """The options of a single unit at each place, `[choice, column]`."""
         grouped = only is None or only.groups or only.every
         self.together: list[Ints] = [
             self._checkpoints(table, place, gradient, grouped) for place in range(self.places)
         ]
-        """Per place checkpoints around so many layers from there on, `[number - 2, column]`."""
+        """The checkpoints of several layers that begin at each place, `[number - 2, column]`."""
 
     def _checkpoints(self, table: CostTable, place: int, gradient: int, grouped: bool) -> Ints:
         at = place - self.first
@@ -183,13 +183,13 @@ class ChunkUnits:
 
 
 def _outside(unit: Unit, gradient: int) -> tuple[Ints, Ints]:
-    """Of a unit that is no layer, as of `CostTable.units_in`."""
+    """The options of a unit that is no layer, as `CostTable.units_in` has them."""
     kept = min(gradient, unit.kept_gradient_bytes)
     return np.array([unit.costs], np.int64).T, np.array([kept], np.int64)
 
 
 def _rows(costs: Ints, gradient: Ints | int) -> Ints:
-    """Of a cost table's columns, `[choice, column]`, with an output's gradient in the backward."""
+    """A cost table's rows, `[choice, column]`, with an output's gradient in the backward."""
     held, forward, backward, forward_ps, backward_ps, _ = costs
     return np.stack([forward_ps, backward_ps, held, forward, backward + gradient], 1)
 
@@ -226,7 +226,7 @@ class StageProblem:
     """Peak of choices; None where the moments say it, because no event is such a one."""
 
     def apart(self, added_bytes: int) -> StageProblem:
-        """With some bytes added to these events, and no true peak."""
+        """This problem with some bytes added to these events, and without a true peak."""
         return replace(self, constant=self.constant + self.paired * added_bytes, true_peak=None)
 
 

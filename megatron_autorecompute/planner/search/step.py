@@ -1,13 +1,13 @@
 """The shortest step under every stage's budget, and a bound on it.
 
-1. Every chunk has a table of plans (`chunk_plans`), every stage a program for the plans that take
-   the least where events count so often (`stage_plans`).
+1. Every chunk has a table of plans (`chunk_plans`). Every stage has a program that finds its least
+   busy plans, for given counts of its events (`stage_plans`).
 2. One linear program over plans, paths and moments (`master`) prices time and bytes.
-3. At these prices stages list their plans, which bounds the step more closely; from the fractional
-   times on, stage after stage gets the plan with the shortest step, by replay.
+3. At these prices stages list their plans, which tightens the bound. Then each stage in turn gets
+   the plan with the shortest replayed step, starting from the program's fractional times.
 4. Stages exchange plans while the step gets shorter.
 
-Where what is left is little, an integer program finds the best of it (`proof`).
+If little is left open, an integer program finds the best of it (`proof`).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from megatron_autorecompute.planner.search.stage_plans import Effort, StagePlans
 from megatron_autorecompute.planner.search.stage_problem import HELD, Split
 
 Chosen = list[tuple[int, ...]]
-"""Of every stage the plans of its chunks."""
+"""The plans of every stage's chunks."""
 _RELAXATIONS = 14
 """With twice as many gaps of interleaved rows of `benchmarks/solve_speed.py` are a twelfth smaller,
 for a tenth more time."""
 _AGAIN = 4
-"""The same after a round; half as many or twice as many change no answer there."""
+"""The number of relaxations after a round; half as many or twice as many change no answer there."""
 _ROUNDS = 2
 """The second takes a third of the time; with one the step of Llama 3.1 405B is 0.11% longer."""
 _EVENTS = 1 << 25
 """Replayed in exchanges."""
 CHUNKS = 12
-"""Of all stages, up to which all that may be better is listed."""
+"""The most chunks of all stages with which all plans that may be better are listed."""
 _SMALL = 256
 """Chunks of all stages up to which more is tried."""
 _NEARNESS = (0.01, 0.03, 0.1, 0.3)
@@ -74,7 +74,7 @@ class StepSearch:
         self.replay, self._searches, self.budgets = replay, stages, budgets
         pairs = list(zip(stages, budgets, strict=True))
         self.stages = [_plans(stage, budget, 0) for stage, budget in pairs]
-        """As if nothing ran side by side."""
+        """The stages as if nothing ran side by side."""
         self.tight = [
             plain if stage.problem.true_peak is None else _tight(stage, budget)
             for plain, (stage, budget) in zip(self.stages, pairs, strict=True)
@@ -82,7 +82,7 @@ class StepSearch:
         self.options: list[dict[tuple[int, ...], None]] = [{} for _ in stages]
         """Plans of every stage that truly fit."""
         self._true: list[dict[tuple[int, ...], tuple[int, ...] | None]] = [{} for _ in stages]
-        """Of plans that were met, what is known of them instead; None where they do not fit."""
+        """The true costs of plans that were met; None where they do not fit."""
         self.master = Master(replay, self.stages)
         self.several = len(self.master.keys) > len(stages)
         self.best: tuple[int, Chosen] = (1 << 62, [])
@@ -265,7 +265,7 @@ class StepSearch:
         return self.replay.steps(many), many
 
     def _dive(self, tries: Sequence[Ints]) -> None:
-        """From the fractional times, one stage after another gets its best plan."""
+        """Each stage in turn gets its best plan, starting from the fractional times."""
         times, chosen, step = self.master.center[1], list[tuple[int, ...]](), 1 << 62
         for stage, rows in enumerate(tries):
             some = rows[: self.replay.candidates]
@@ -328,7 +328,7 @@ def _plans(stage: Stage, budget: int, added: int) -> StagePlans:
 
 
 def _tight(stage: Stage, budget: int) -> StagePlans:
-    """With bytes added to events, so that what is found mostly fits truly."""
+    """The search with bytes added to events, so that its answers mostly fit truly."""
     return _plans(stage, budget, stage.shrunk(budget)[1])
 
 

@@ -145,8 +145,7 @@ def _other_layout(problem: Problem) -> Change | None:
 
 
 def _nearest(asked: Layout) -> Iterator[Layout]:
-    """Of the layouts that the flags for uneven stages can give, those that move the fewest layers,
-    nearest first."""
+    """The layouts by the flags for uneven stages that move the fewest layers, nearest first."""
     chunks, (first, *between, last) = asked.num_chunks, layers_per_stage(asked)
     last -= asked.mtp_num_layers
     alone = not between and chunks > 1  # of two such stages Megatron takes the first one's number

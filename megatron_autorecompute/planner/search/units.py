@@ -2,8 +2,8 @@
 
 A plan costs its time in forwards and backwards, the bytes that it holds, and its highest points in
 both directions, each at a price. The highest point is at least any mixture of the heights of its
-units. So with a share of its price at every place a plan's cost is bounded by a sum over its units,
-whose least over all plans is found from place to place.
+units. So the price of the highest point can be spread over all places, and a sum over units bounds
+a plan's cost. The least sum over all plans is found from place to place.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Priced:
 
     @classmethod
     def at_the_end(cls, units: ChunkUnits, prices: Floats) -> Priced:
-        """With all of it at the last place, where most is held."""
+        """The price at the last place only, where most is held."""
         left = np.ones((2, units.places + 1))
         left[:, -1] = 0
         return cls(units, prices, left)
@@ -147,7 +147,7 @@ def _heights(priced: Priced, policies: Sequence[LayerPolicy]) -> Floats:
 
 
 def _best_shares(cuts: Floats, places: int) -> tuple[Floats, float]:
-    """As `Priced.left` the shares at which the least of some plans costs the most; and the cost."""
+    """The shares at which the cheapest plan costs the most, as `Priced.left` has them, and its cost."""
     scale = float(np.abs(cuts).max()) or 1.0
     rows = np.hstack([-cuts[:, :-1] / scale, np.ones((len(cuts), 1))])
     whole = np.kron(np.eye(2, 3), np.ones((1, places)))[:, : 2 * places + 1]
