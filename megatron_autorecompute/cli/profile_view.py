@@ -12,7 +12,7 @@ from megatron_autorecompute.cli.pipeline import known_of, shape_words
 from megatron_autorecompute.profile import ChoiceRecord, Profile
 from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.report.terminal import assumption_lines
-from megatron_autorecompute.report.words import came_from
+from megatron_autorecompute.report.words import came_from, clocks
 from megatron_autorecompute.units import MIB, unit_for
 
 
@@ -29,6 +29,7 @@ def profile_view(profile: Profile, verbose: bool, where: str = "") -> Group:
     parts.append(_records(profile))
     if profile.stages:
         parts.append(_static(profile))
+    parts += map(Text, clocks(profile))
     parts += map(Text, assumption_lines(profile.assumptions, verbose))
     return Group(*parts)
 

@@ -166,8 +166,10 @@ def _measured(
 
     with apply(nothing, model, groups=()) as applied:
         whole = ModelShard([model], all_gather=alone, choices_of=every_choice)
-        measurement = Measurement(whole, applied)
-        repeats = repeats or default_repeats(max(len(kind.choices) for kind in whole.kinds))
+        measurement = Measurement(whole, applied, timed=_alone)
+        repeats = repeats or default_repeats(
+            max(sum(map(_alone, kind.choices)) for kind in whole.kinds)
+        )
 
         def watched(what: str, number: int, watching: AbstractContextManager[None]) -> None:
             progress(f"{job.name}: {what}, step {number + 1}")
@@ -278,7 +280,8 @@ def assumed(
     sentences = [
         f"Measured on one {device_name(device)}: held and transient bytes, and the time of "
         "arithmetic, of one layer of every kind, embedding and head; times are the lower "
-        f"quartiles of at least {runs} runs, in turns.",
+        f"quartiles of at least {runs} runs, in turns; those of a set of modules are added up from "
+        "what each of its modules adds to none.",
         f"Modelled: communication, which moved no data here, by {gpu.name}'s links ({gpu.source}) "
         f"at {efficiency.link:.0%} of their peaks, {efficiency.network:.0%} between nodes; what "
         f"runs beside arithmetic in a job is hidden as far as arithmetic lasts by the roofline.",

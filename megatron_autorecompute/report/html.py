@@ -23,7 +23,7 @@ from megatron_autorecompute.report.recorded_html import recorded_data, recorded_
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
-from megatron_autorecompute.report.words import came_from, duration, percent, proof, size
+from megatron_autorecompute.report.words import binds, came_from, duration, percent, proof, size
 
 _PARTS = (  # as plan.js draws them
     ("static", "static_bytes"),
@@ -220,7 +220,8 @@ def _answer(plan: Plan) -> str:
             f'<span class="no">Does not fit</span>: stage {stage} needs {size(peak)} '
             f"of {size(budget)}."
         )
-    return f"{fits} A step takes {duration(plan.cost.step_ms)}{_gain(plan)}.{_interval(plan)}"
+    step = f"A step takes {duration(plan.cost.step_ms)}{_gain(plan)}.{_interval(plan)}"
+    return f"{fits} {step} {binds(plan)}".rstrip()
 
 
 def _interval(plan: Plan) -> str:

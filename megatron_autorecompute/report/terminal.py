@@ -20,7 +20,7 @@ from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePoli
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
 from megatron_autorecompute.report.layer_sums import LayerSums, sums_of_layers
 from megatron_autorecompute.report.rows import Column, Rows
-from megatron_autorecompute.report.words import host_bound, proof
+from megatron_autorecompute.report.words import binds, proof
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
 MOST_RANKS = 16
@@ -192,8 +192,8 @@ def _header(plan: Plan, speed: str) -> Text:
             f"Interval: {plan.step_interval.low_ms:.1f} to {plan.step_interval.high_ms:.1f} ms a "
             f"step. {COVERS}"
         )
-    if plan.cost.is_host_bound:
-        lines.append(host_bound(plan))
+    if clock := binds(plan):
+        lines.append(clock)
     if speed:
         lines.append(speed)
     if plan.best_manual is not None:
@@ -339,7 +339,7 @@ def stages_explained(plan: Plan) -> RenderableType:
                 )
             )
     parts += [Text(line) for line in _begun_early(plan)]
-    parts += [Text(host_bound(plan))] * plan.cost.is_host_bound
+    parts += map(Text, filter(None, [binds(plan)]))
     parts += [Text(note) for note in plan.notes if note.startswith(WITH_OFFLOAD)]
     return Group(*parts, *measured_step_view(plan))
 

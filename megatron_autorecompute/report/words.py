@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from megatron_autorecompute.planner.cost.two_clocks import knows_host
 from megatron_autorecompute.planner.cost.unit_costs import CostTable, fastest_choice
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.search.solution import nearness
-from megatron_autorecompute.policy import NONE, LayerPolicy
+from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
 from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Profile
 from megatron_autorecompute.units import GIB, MIB
 
@@ -39,14 +40,37 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f}%" if text in ("0.0", "100.0") and share != 1 else f"{text}%"
 
 
-def host_bound(plan: Plan) -> str:
-    """What decides the step of a job whose device waits for launches, and what helps."""
+HELPS = "CUDA graphs or a larger micro-batch help; a choice costs what its launches take."
+"""A host-bound job."""
+
+
+def binds(plan: Plan) -> str:
+    """Whether the host or the device decides the step, and what helps; empty where the host's times
+    are not known."""
+    if not knows_host(plan.profile):
+        return ""
+    if not plan.cost.is_host_bound:
+        return "Device-bound: the host launches kernels ahead of the device."
     launch_ms, share = plan.cost.launch_ms, plan.cost.launch_ms / plan.cost.step_ms
     return (
         f"Host-bound: for {duration(launch_ms)} of the step ({percent(share)}) the device waits "
-        "for the host to launch its kernels. CUDA graphs or a larger micro-batch "
-        "help; a choice costs what its launches take."
+        f"for the host to launch its kernels. {HELPS}"
     )
+
+
+def clocks(profile: Profile) -> Iterator[str]:
+    """A sentence for `none` and for `full` on all layers: what a microbatch takes either clock."""
+    for choice in (NONE, FULL):
+        found = [(len(kind.layers), kind.record(choice)) for kind in profile.kinds]
+        both = [(n, r, r.host) for n, r in found if r is not None and r.host is not None]
+        if len(both) == len(found):
+            device_ms = sum(n * (r.forward_ms + r.backward_ms) for n, r, _ in both)
+            host_ms = sum(n * (h.forward_ms + h.backward_ms) for n, _, h in both)
+            yield (
+                f"{choice} on all layers takes the device {duration(device_ms)} a microbatch, and "
+                f"the host {duration(host_ms)} to launch: "
+                + (f"host-bound. {HELPS}" if host_ms > device_ms else "device-bound.")
+            )
 
 
 def came_from(profile: Profile) -> str:

@@ -60,6 +60,7 @@ from megatron_autorecompute.runtime.samples import (
     Samples,
     SamplesByKey,
     evened,
+    of_parts,
     percentiles,
 )
 
@@ -99,6 +100,8 @@ class Measurement:
         routed: what experts got in the step that ends, as `SeenTokens.routed`.
         left: what left under choices that offload, by layer, on this rank.
         host: beside the device, whose clock is read as well; None where there is no device.
+        timed: which choices are timed. One that offloads takes its times from the same choice
+            without, and another one that is not timed from its modules (`samples.of_parts`).
     """
 
     def __init__(
@@ -110,8 +113,9 @@ class Measurement:
         routed: Callable[[], Sequence[Mapping[int, int]]] = tuple,
         left: Callable[[], Groups] = dict,
         host: Host | None = None,
+        timed: Callable[[LayerPolicy], bool] = lambda choice: not choice.offload,
     ) -> None:
-        self.shard, self._left = shard, left
+        self.shard, self._left, self._timed = shard, left, timed
         self.applied = applied
         self._clock, self._host = clock, host or host_beside()
         self._ahead_ms = {"forward": FIRST_AHEAD_MS, "backward": FIRST_AHEAD_MS}
@@ -181,7 +185,7 @@ class Measurement:
         settling = int(self._host is not None)
         wanted = settling - (-samples // (TURNS * microbatches))
         for turn in range(TURNS):
-            policies = list(self._in_turn(room, _stays, turn))
+            policies = list(self._in_turn(room, self._timed, turn))
             later = len(policies) * (TURNS - 1 - turn)
             for here in range(len(policies), 0, -1):
                 least = 1 + settling if turn else max(1, min(1 + settling, left / here))
@@ -194,7 +198,7 @@ class Measurement:
 
     def steps_to_show(self, room: Sequence[int]) -> int:
         """How many steps it takes to time every choice once."""
-        return sum(1 for _ in self._in_turn(room, _stays))
+        return sum(1 for _ in self._in_turn(room, self._timed))
 
     def richest(self, room: Sequence[int]) -> RecomputePolicy:
         """No recompute on as many layers of each stage as there is room for."""
@@ -384,7 +388,7 @@ class Measurement:
             (choice, kind)
             for kind in self.shard.kinds
             for choice in kind.choices
-            if not seen[kind.signature, choice].complete(choice)
+            if not seen[kind.signature, choice].complete(self._timed(choice))
         ]
 
     def lacks_leanest(self) -> bool:
@@ -592,7 +596,7 @@ class Measurement:
             model=model,
             parallelism=parallelism,
             kinds=tuple(
-                _layer_kind(kind, seen, by_rank, self.boundary_bytes, groups)
+                _layer_kind(kind, seen, by_rank, self.boundary_bytes, groups, self._timed)
                 for kind in self.shard.kinds
             ),
             embedding=embedding,
@@ -615,11 +619,6 @@ class Measurement:
             optimizer_step_peak_bytes=max(0, self.optimizer_step_peak_bytes),
             overhead=self.overhead,
         )
-
-
-def _stays(choice: LayerPolicy) -> bool:
-    """Whether a choice is timed; one with offload takes its times from the choice without."""
-    return not choice.offload
 
 
 def _squares(one: Pass, split: int) -> int:
@@ -687,17 +686,20 @@ def _layer_kind(
     by_rank: Sequence[SamplesByKey],
     boundary_bytes: int,
     groups: Groups,
+    timed: Callable[[LayerPolicy], bool],
 ) -> LayerKind:
     records: dict[LayerPolicy, ChoiceRecord] = {}
     moves_nothing: dict[LayerPolicy, LayerPolicy] = {}
     for choice in kind.choices:
-        found, plain = seen[kind.signature, choice], records.get(choice.recompute)
-        if not found.complete(choice) or (plain is None and choice.offload):
+        found, other = seen[kind.signature, choice], None
+        if not timed(choice):
+            other = records.get(choice.recompute) if choice.offload else of_parts(choice, records)
+        if not found.complete(timed(choice)) or (other is None and not timed(choice)):
             continue
-        if plain is None:
-            record = found.record(choice, boundary_bytes)
-        else:
-            record = with_groups(_moved(found, choice, plain, boundary_bytes), kind.layers, groups)
+        record = found.record(choice, boundary_bytes)
+        record = record if other is None else with_times_of(record, other)
+        if choice.offload:  # its backwards waited for copies, which the planner replays
+            record = with_groups(record, kind.layers, groups)
             if not record.offload_groups:
                 moves_nothing[choice] = choice.recompute
                 continue
@@ -713,14 +715,6 @@ def _layer_kind(
     ordered = in_order(given, [record.runs for record in given])
     planned = tuple(record for record in ordered if record.choice not in inert)
     return LayerKind(kind.name, kind.layers, planned, inert)
-
-
-def _moved(
-    found: Samples, choice: LayerPolicy, plain: ChoiceRecord, boundary_bytes: int
-) -> ChoiceRecord:
-    """The record of a choice that offloads: its backwards waited for copies, which the planner
-    replays, so its times are those of the same choice without."""
-    return with_times_of(found.record(choice, boundary_bytes), plain)
 
 
 def _inert(records: dict[LayerPolicy, ChoiceRecord]) -> dict[LayerPolicy, LayerPolicy]:

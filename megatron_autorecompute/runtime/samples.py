@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from megatron_autorecompute.policy import NONE, LayerPolicy
 from megatron_autorecompute.profile import BytesAt, ChoiceRecord, HostTimes
@@ -111,11 +112,13 @@ class Samples:
         for name in self.__slots__:
             getattr(self, name).extend(getattr(other, name))
 
-    def complete(self, choice: LayerPolicy = NONE) -> bool:
-        """Whether there is enough for a record. A choice that offloads takes its times from the
-        same choice without."""
+    def complete(self, timed: bool = True) -> bool:
+        """Whether there is enough for a record.
+
+        timed: whether its times are its own.
+        """
         counted = self.held_bytes and self.forward_level_bytes and self._backward_levels
-        return bool(counted and (choice.offload or (self.forward and self.backward)))
+        return bool(counted and (not timed or (self.forward and self.backward)))
 
     @property
     def _backward_levels(self) -> list[int]:
@@ -289,3 +292,47 @@ def _half_middle_half(values: Sequence[float]) -> float:
         return 0.0
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / 2
+
+
+def of_parts(
+    choice: LayerPolicy, records: Mapping[LayerPolicy, ChoiceRecord]
+) -> ChoiceRecord | None:
+    """A record with the times of a set of modules: those of `none`, and what each module adds to
+    them where it alone is rerun. On the H100 and on the stand-in for one they add up
+    (docs/one-device.md). None where the record of a part is missing."""
+    alone = {(c.modules, c.keep, c.rerun_all): r for c, r in records.items() if not c.offload}
+    parts = [
+        alone.get(((module,), choice.keep, choice.rerun_all), alone.get(((module,), (), False)))
+        for module in choice.modules
+    ]
+    none, found = records.get(NONE), [part for part in parts if part is not None]
+    if none is None or not found or len(found) < len(parts):
+        return None
+    hosts = [part.host for part in found if part.host is not None]
+    host = (
+        none.host
+        and len(hosts) == len(found)
+        and replace(
+            none.host,
+            **_added(none.host, hosts),
+            forward_waits=any(each.forward_waits for each in hosts),
+            backward_waits=any(each.backward_waits for each in hosts),
+        )
+    )
+    runs, turns = min(part.runs for part in found), min(part.turns for part in found)
+    return replace(none, **_added(none, found), runs=runs, turns=turns, host=host or None)
+
+
+def _added(
+    none: ChoiceRecord | HostTimes, parts: Sequence[ChoiceRecord | HostTimes]
+) -> dict[str, Any]:
+    more = len(parts) - 1
+    times = {
+        name: max(0.0, sum(getattr(part, name) for part in parts) - more * getattr(none, name))
+        for name in ("forward_ms", "backward_ms")
+    }
+    spreads = {
+        name: math.hypot(more * getattr(none, name), *(getattr(part, name) for part in parts))
+        for name in ("spread_ms", "turn_spread_ms")
+    }
+    return times | spreads

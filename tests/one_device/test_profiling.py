@@ -7,6 +7,7 @@ layers then stand for Transformer Engine's, in the job, on the device and on met
 import contextlib
 import functools
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,13 @@ from megatron_autorecompute.meta import hybrid
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.profiling import longest_end_ms, replace_mtp, stage_parameters
-from megatron_autorecompute.one_device import build, profiling
-from megatron_autorecompute.one_device.profiling import measure
+from megatron_autorecompute.one_device import STEPS, build, profiling
+from megatron_autorecompute.one_device.profiling import least_runs, measure
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import MEASURED_ON_ONE_DEVICE, LayerBytes, Profile
 from megatron_autorecompute.runtime.model_shard import choices
+from megatron_autorecompute.runtime.samples import SAMPLES, TURNS
 from testing.ranks import run_ranks
 from tests import hybrid_models
 from tests.gloo import collectives_on_copies
@@ -267,3 +269,45 @@ def test_layers_hold_the_same_in_front_of_an_mtp_depth_on_another_stage(tmp_path
         assert record.choice == other.choice
         assert LayerBytes.of(record) == LayerBytes.of(other)
     assert LayerBytes.of(without.embedding) == LayerBytes.of(whole.embedding)
+
+
+SMALL = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16,
+    "num_moe_experts": 16,
+    "moe_ffn_hidden_size": 64,
+    "moe_shared_expert_intermediate_size": 64,
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "expert_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": None,
+    "pipeline_model_parallel_layout": None,
+    "cross_entropy_loss_fusion": False,
+}
+
+
+@pytest.mark.newest_version
+@pytest.mark.filterwarnings("ignore:`sequence_parallel` is set to:UserWarning")
+def test_deepseek_v3_is_measured_in_few_steps_and_no_choice_is_left_out():
+    """A device takes one step more for each switch; see tests/runtime/test_measurement.py."""
+    text = resources.files("megatron_autorecompute.examples").joinpath("deepseek-v3.yaml")
+    data = yaml.safe_load(text.read_text())
+    data["config"] |= SMALL
+    data |= {"transformer_impl": "local", "seq_length": 32, "num_gpus": 4, "vocab_size": 256}
+    said = []
+    found = measure(job_from(data, "the job"), torch.device("cpu"), None, said.append)
+    assert [kind.name for kind in found.kinds] == ["dense", "moe", "mtp"]
+    asked = [len(kind.choices) + len(kind.inert) for kind in found.kinds]
+    count = {what: sum(f": {what}, step" in each for each in said) for what in ("bytes", "times")}
+    assert max(asked) == count["bytes"] > 30
+    assert count["times"] <= STEPS < TURNS * SAMPLES * max(asked) / 3
+    assert least_runs(found.kinds) >= 9
