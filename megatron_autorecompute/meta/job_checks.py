@@ -327,7 +327,7 @@ def _is_layout(value: Any) -> bool:
 
 
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-"""Default of Bridge's LoRA (peft/lora.py)."""
+"""The default targets of Bridge's LoRA (peft/lora.py)."""
 ADAPTED = (
     *LORA_TARGETS,
     *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),

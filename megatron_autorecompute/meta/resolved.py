@@ -1,8 +1,9 @@
 """A job's config as values, and what of it runs as CUDA graphs: what is not given has Megatron's
 default.
 
-Megatron has renamed the fields of graphs: `cuda_graph_scope` up to 0.18, of which `full_iteration`
-was one; since then `cuda_graph_modules`, and full_iteration is a `cuda_graph_impl`. Both are read.
+Megatron has renamed the fields of graphs. Up to 0.18 there is `cuda_graph_scope`, and
+`full_iteration` is one of its values. Later there is `cuda_graph_modules`, and full_iteration is a
+`cuda_graph_impl`. This module reads both.
 """
 
 from __future__ import annotations
@@ -99,14 +100,14 @@ class Resolved:
 
 
 IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
-"""Of `cuda_graph_impl`."""
+"""The values of `cuda_graph_impl`."""
 ITERATION = "full_iteration"
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Parts of a layer that can be captured; none of them stands for whole layers."""
 FIELDS = ("cuda_graph_modules", "cuda_graph_scope")
 SAMPLE_BYTES = 8 + 8 + 4 + 8
-"""Of a token as the data loader gives it: token, label, loss mask, position (Megatron-core
-datasets/gpt_dataset.py)."""
+"""The bytes of a token as the data loader gives it: token, label, loss mask, position
+(Megatron-core datasets/gpt_dataset.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +117,11 @@ class GraphScope:
     implementation: str = "none"
     """One of `IMPLEMENTATIONS`."""
     modules: tuple[str, ...] = ()
-    """Of each layer; empty: all of it. Nothing with `full_iteration`."""
+    """The captured modules of each layer; empty: all of it. Nothing with `full_iteration`."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> GraphScope:
-        """Of fields of Megatron's TransformerConfig, as `check_config` accepts them."""
+        """The scope by fields of Megatron's TransformerConfig, as `check_config` accepts them."""
         old = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
         impl = next((name for field, name in old.items() if config.get(field)), "none")
         impl = config.get("cuda_graph_impl") or impl
