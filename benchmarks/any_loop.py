@@ -24,7 +24,7 @@ from rich.table import Table
 from examples.loops.small_gpt import MAX_TOKENS, SmallGPT, get_forward_backward_func
 from megatron_autorecompute import attach
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
-from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
+from megatron_autorecompute.runtime.step_memory import static_bytes, tensors
 from testing.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "any_loop.json"

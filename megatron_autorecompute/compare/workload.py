@@ -48,7 +48,7 @@ from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.probe import CudaBytes, Memory
 from megatron_autorecompute.runtime.ranks import all_gather
-from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
+from megatron_autorecompute.runtime.step_memory import static_bytes, tensors
 
 if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel

@@ -29,7 +29,6 @@ from torch.utils._pytree import tree_iter
 
 from megatron_autorecompute.compat import graph_fields, model_layers, rules
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.meta.graph_scope import FIELDS
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import applied, fake_ranks, kept_between_steps
 from megatron_autorecompute.meta.model import (
@@ -42,6 +41,7 @@ from megatron_autorecompute.meta.model import (
     shard_config,
     step_shape,
 )
+from megatron_autorecompute.meta.resolved import FIELDS
 from megatron_autorecompute.meta.roofline import Reading, Roofline
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (

@@ -17,15 +17,15 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError, PipelineError
-from megatron_autorecompute.meta.graph_scope import SAMPLE_BYTES, GraphScope
 from megatron_autorecompute.meta.job_checks import (
+    LORA_TARGETS,
     MOST_RANKS,
     MOST_WIDTH,
     check_config,
+    check_targets,
     refuse_unmodelled,
 )
-from megatron_autorecompute.meta.lora import DEFAULT_TARGETS, check_targets
-from megatron_autorecompute.meta.resolved import Resolved
+from megatron_autorecompute.meta.resolved import SAMPLE_BYTES, GraphScope, Resolved
 from megatron_autorecompute.options import nearest
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.cost.layout import Layout
@@ -132,7 +132,7 @@ class Job:
     without --no-create-attention-mask-in-dataloader."""
     lora_rank: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
     """Above 0: weights are frozen, and lora_target_modules have adapters of this rank."""
-    lora_target_modules: list[str] = field(default_factory=lambda: list(DEFAULT_TARGETS))
+    lora_target_modules: list[str] = field(default_factory=lambda: list(LORA_TARGETS))
     """`target_modules` of Megatron Bridge's LoRA: names of linear layers, or patterns such as
     *.mlp.linear_fc1. All experts of a rank share one adapter."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -464,7 +464,7 @@ def job_from(data: Any, source: str) -> Job:
     check_config(job.config, job.seq_length, source, precision)
     if job.lora_rank:
         check_targets(job.lora_target_modules, source)
-    elif tuple(job.lora_target_modules) != DEFAULT_TARGETS or job.lora_dropout:
+    elif tuple(job.lora_target_modules) != LORA_TARGETS or job.lora_dropout:
         raise OptionError(
             f"{source}: lora_target_modules or lora_dropout is given without lora_rank. Give the "
             "adapters' rank, or leave both out."

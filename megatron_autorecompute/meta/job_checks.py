@@ -7,13 +7,13 @@ Megatron finds some of these late, some with an error that names no field, and s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import corrections, shown_name
-from megatron_autorecompute.meta.graph_scope import wrong_scope
-from megatron_autorecompute.meta.resolved import Resolved
+from megatron_autorecompute.meta.resolved import Resolved, wrong_scope
 from megatron_autorecompute.profile import MOST_LAYERS
 
 ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu", "fast_gelu")
@@ -324,3 +324,39 @@ def _is_layout(value: Any) -> bool:
             isinstance(row, list) and all(isinstance(name, str) for name in row) for row in value
         )
     return isinstance(value, str)
+
+
+LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""The default targets of Bridge's LoRA (peft/lora.py)."""
+ADAPTED = (
+    *LORA_TARGETS,
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj"),
+    *("linear_kv_down_proj", "linear_kv_up_proj", "linear_qkv_down_proj"),
+    *("linear_wq_b", "linear_wk", "linear_weights_proj"),
+    *("in_proj", "out_proj", "eh_proj", "fc1_latent_proj", "fc2_latent_proj"),
+)
+"""Names that megatron-core's layers give their linear layers."""
+_OF_LAYERS = re.compile(r"layers\.[^*]")
+IN_A_JOB = "In a job auto measures each layer."
+
+
+def check_targets(targets: Sequence[str], source: str) -> None:
+    """Raise OptionError for targets that are not modelled; patterns have an asterisk."""
+    if not targets:
+        raise OptionError(
+            f"{source}: lora_rank is given and lora_target_modules names no layer. Name some of "
+            f"{', '.join(ADAPTED)}."
+        )
+    for target in targets:
+        if _OF_LAYERS.search(target):
+            raise OptionError(
+                f"{source}: adapters are on some layers only ({target!r:.80} in "
+                "lora_target_modules), and are modelled on every layer: what runs before the first "
+                f"of them would be counted as kept. {IN_A_JOB}"
+            )
+        if target.rpartition(".")[-1].strip("*") not in ADAPTED:
+            raise OptionError(
+                f"{source}: lora_target_modules names {target!r:.80}, and adapters are known of "
+                f"{', '.join(ADAPTED)}. Give these names, or patterns that end in one, such as "
+                "*.mlp.linear_fc1."
+            )

@@ -27,11 +27,11 @@ from megatron_autorecompute.compat import layer_modules, layer_parts, stage_layo
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.meta import expert_rows, hybrid, job_checks, kernels, without_cuda
 from megatron_autorecompute.meta.adapters import add_adapters, has_adapters
-from megatron_autorecompute.meta.graph_scope import FIELDS
 from megatron_autorecompute.meta.hybrid import build_hybrid
 from megatron_autorecompute.meta.job import CAPACITY, STASH_FIELDS, Job
 from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
 from megatron_autorecompute.meta.outside_torch import dispatcher
+from megatron_autorecompute.meta.resolved import FIELDS
 from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.options import nearest

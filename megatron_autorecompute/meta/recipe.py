@@ -27,8 +27,7 @@ from megatron_autorecompute.meta.flags import (
     plain_config,
 )
 from megatron_autorecompute.meta.job import Job, job_from
-from megatron_autorecompute.meta.job_checks import refuse_unmodelled
-from megatron_autorecompute.meta.lora import fields_of_peft
+from megatron_autorecompute.meta.job_checks import IN_A_JOB, refuse_unmodelled
 from megatron_autorecompute.patched import patched
 
 PERF_RECIPES = "megatron.bridge.perf_recipes"
@@ -270,3 +269,43 @@ def _function(package: Any, name: str) -> Any:
         if callable(found) and not dataclasses.is_dataclass(found):
             return found
     return None
+
+
+def fields_of_peft(peft: Any, model: Any, name: str) -> dict[str, Any]:
+    """A job's fields by Bridge's `cfg.peft`, and the model's config.
+
+    Raises OptionError for what is not modelled.
+    """
+    if peft is None:
+        return {}
+    if type(peft).__name__ != "LoRA":
+        raise OptionError(
+            f"The recipe {name} trains with {type(peft).__name__} (peft), and of Bridge's methods "
+            f"only LoRA is modelled without a device. {IN_A_JOB}"
+        )
+    found = [f"peft.{field} {getattr(peft, field)!r:.80}" for field in _unmodelled(peft, model)]
+    if found:
+        raise OptionError(
+            f"The recipe {name} sets {' and '.join(found)}, which changes what adapters keep and "
+            f"is not modelled without a device. {IN_A_JOB}"
+        )
+    return {
+        "lora_rank": int(peft.dim),
+        "lora_target_modules": list(peft.target_modules or ()),
+        "lora_dropout": float(peft.dropout),
+    }
+
+
+def _unmodelled(peft: Any, model: Any) -> list[str]:
+    """Settings of Bridge's LoRA, some of them of newer versions, that are on and matter."""
+    on = ["exclude_modules"]
+    if model.sequence_parallel:
+        on += ["a2a_experimental", "sequence_parallel_input_regather"]
+    if model.num_moe_experts:
+        on += ["normalize_moe_lora", "experts_shared_outer_loras"]
+    found = [field for field in on if getattr(peft, field, None)]
+    if model.num_moe_experts and not getattr(peft, "share_expert_adapters", True):
+        found.append("share_expert_adapters")
+    if peft.dropout and peft.dropout_position != "pre":
+        found.append("dropout_position")
+    return found

@@ -24,7 +24,7 @@ from megatron_autorecompute.runtime.offload_counter import OffloadCounter
 from megatron_autorecompute.runtime.oom_guard import FAILED
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK
 from megatron_autorecompute.runtime.seen_tokens import SeenTokens
-from megatron_autorecompute.runtime.static_bytes import static_bytes
+from megatron_autorecompute.runtime.step_memory import static_bytes
 from megatron_autorecompute.runtime.whole_steps import WholeStep, covered, median_step, residuals_ms
 
 WHOLE_STEPS = 3

@@ -10,10 +10,10 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.lora import DEFAULT_TARGETS, fields_of_peft
+from megatron_autorecompute.meta.job_checks import LORA_TARGETS
 from megatron_autorecompute.meta.model import JobStep, add_main_gradients, shard
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.meta.recipe import job_from_recipe
+from megatron_autorecompute.meta.recipe import fields_of_peft, job_from_recipe
 from megatron_autorecompute.meta.roofline import Roofline
 from scripts import nvidia_recipes
 from scripts.public_models import hub_config
@@ -24,7 +24,7 @@ H100 = device("h100-80gb")
 RANK, SAMPLES, SEQUENCE, LAYERS = 4, 2, 32, 4
 """Of `tests.bridge.test_model.gradients` and the tiny recipe."""
 FC1 = ("linear_fc1",)
-TARGETS = [(one,) for one in DEFAULT_TARGETS] + [DEFAULT_TARGETS]
+TARGETS = [(one,) for one in LORA_TARGETS] + [LORA_TARGETS]
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_a_recipes_adapters_are_read(given):
 def test_default_targets_are_bridges(bridge):
     from megatron.bridge.peft.lora import LoRA
 
-    assert tuple(LoRA().target_modules) == DEFAULT_TARGETS
+    assert tuple(LoRA().target_modules) == LORA_TARGETS
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,20 @@ def shown():
                 yield page.name, block
 
 
-RUN = [each for each in shown() if not any(part in each[1] for part in NOT_AS_THEY_STAND)]
+FILE = re.compile(r"[\w-]+\.json")
+
+
+def run():
+    """The blocks that run as they stand, one of those that differ in names of files alone."""
+    seen = set()
+    for page, block in shown():
+        same = FILE.sub("FILE.json", block)
+        if same not in seen and not any(part in block for part in NOT_AS_THEY_STAND):
+            seen.add(same)
+            yield page, block
+
+
+RUN = list(run())
 
 
 def test_pages_show_commands_that_run_as_they_stand():

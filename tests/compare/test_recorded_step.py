@@ -26,7 +26,7 @@ def measured(one_rank):
 
 def beside(job, problem, stage, policies, path):
     """Three steps under the first policy, beside a plan with the second."""
-    from megatron_autorecompute.runtime.static_bytes import tensors
+    from megatron_autorecompute.runtime.step_memory import tensors
     from tests.compare.recording import recording
 
     ran, planned = policies

@@ -8,7 +8,7 @@ from benchmarks.gpu.contest import Contest
 from benchmarks.gpu.models import LOCAL, TE, small
 from megatron_autorecompute.compat import layer_modules, model_layers
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
-from megatron_autorecompute.runtime.static_bytes import tensors
+from megatron_autorecompute.runtime.step_memory import tensors
 
 pytestmark = [pytest.mark.requires_gpu, pytest.mark.usefixtures("one_gpu")]
 ROUNDING_BYTES = 512

@@ -8,7 +8,7 @@ import pytest
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.lora import DEFAULT_TARGETS, TARGETS
+from megatron_autorecompute.meta.job_checks import ADAPTED, LORA_TARGETS
 from megatron_autorecompute.meta.model import shard
 from megatron_autorecompute.meta.profiling import assumed, profile_job
 from megatron_autorecompute.meta.verify import verify
@@ -89,7 +89,7 @@ def test_under_sequence_parallelism_an_adapter_keeps_the_whole_gathered_input(us
 
 @pytest.mark.any_version
 def test_dropout_keeps_a_mask_and_what_it_left():
-    more = {t: held_bytes(t, lora_dropout=0.1) - held_bytes(t) for t in DEFAULT_TARGETS}
+    more = {t: held_bytes(t, lora_dropout=0.1) - held_bytes(t) for t in LORA_TARGETS}
     assert more["linear_fc2"] == SEQUENCE * FFN  # the mask: nobody keeps what went in
     assert more["linear_proj"] == (1 + 2) * UNIT  # attention keeps its output, too
 
@@ -137,7 +137,7 @@ def test_latent_attention_has_the_adapters_that_are_named():
             named = [name for name, _ in built.model.named_modules() if name.endswith(".adapter")]
         return {name.split(".")[-2] for name in named}
 
-    assert adapted(*DEFAULT_TARGETS) == {"linear_proj", "linear_fc1", "linear_fc2"}
+    assert adapted(*LORA_TARGETS) == {"linear_proj", "linear_fc1", "linear_fc2"}
     assert adapted("linear_q_down_proj", "linear_kv_up_proj") == {
         "linear_q_down_proj",
         "linear_kv_up_proj",
@@ -166,7 +166,7 @@ def test_a_plan_is_what_megatrons_schedule_does_with_adapters(tensor):
 
 @pytest.mark.any_version
 def test_a_job_has_bridges_default_targets():
-    assert tuple(job(lora_rank=RANK).lora_target_modules) == DEFAULT_TARGETS
+    assert tuple(job(lora_rank=RANK).lora_target_modules) == LORA_TARGETS
 
 
 @pytest.mark.any_version
@@ -194,7 +194,7 @@ def test_targets_that_a_model_does_not_have_are_refused():
 
 
 def test_every_name_of_megatrons_linear_layers_is_taken():
-    for target in TARGETS:
+    for target in ADAPTED:
         assert job(lora_rank=RANK, lora_target_modules=[target, f"*.{target}"])
 
 

@@ -130,7 +130,7 @@ class Enforced:
         import torch
 
         from megatron_autorecompute.runtime.live_bytes import LiveBytes
-        from megatron_autorecompute.runtime.static_bytes import tensors
+        from megatron_autorecompute.runtime.step_memory import tensors
 
         owner = self
 

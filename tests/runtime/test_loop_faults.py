@@ -19,7 +19,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.job_facts import FixedCalls
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
-from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
+from megatron_autorecompute.runtime.step_memory import static_bytes, tensors
 from testing.ranks import run_ranks
 from tests.fake_cuda import fake_cuda
 from tests.hybrid_models import make_runnable, runnable, small_model

@@ -233,7 +233,7 @@ def test_after_measuring_peak_statistics_are_reset_only_where_a_plan_begins(one_
 
 
 def test_state_on_another_device_is_no_memory_of_the_one_that_trains():
-    from megatron_autorecompute.runtime.static_bytes import static_bytes, tensors
+    from megatron_autorecompute.runtime.step_memory import static_bytes, tensors
 
     layer = torch.nn.Linear(4, 4, bias=False)
     (weight,) = layer.parameters()
