@@ -59,8 +59,8 @@ class BestLayout:
     solution: Solution | None
     """The solution; None where none is found that fits and is shorter than asked for."""
     bound_ms: float
-    """No layout has a shorter step, whatever is chosen; infinite where all are known that are
-    shorter than asked for, and there are none."""
+    """No layout has a shorter step, under any choices. Infinite if all layouts shorter than asked
+    for are known, and there are none."""
     asked: Solution | None
     """The problem's own layout, solved; None where nothing fits it, or it is bounded to be no
     shorter than asked for."""
