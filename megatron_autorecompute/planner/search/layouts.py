@@ -180,7 +180,7 @@ def _gain(chosen: Problem, best: Solution, asked: Solution | None) -> str:
     if asked is None:
         return f"Layers per stage {layers}: fits where the asked layout does not."
     if best is asked:
-        return f"Layers per stage {layers}, as asked: none is found that makes the step shorter."
+        return f"Layers per stage {layers}, as asked: no layout was found with a shorter step."
     now_ms = asked.cost.step_ms
     gain = 100 * (now_ms - best.cost.step_ms) / now_ms
     return (
