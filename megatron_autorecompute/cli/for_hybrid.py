@@ -20,9 +20,10 @@ from megatron_autorecompute.policy import (
 )
 
 OF_ATTENTION = frozenset({"core_attn", "mla_up_proj", "gdn_norm_out"})
-"""Modules of the attention layer; `layernorm` is of both, all others are of the second one."""
+"""Modules of the attention layer. `layernorm` belongs to both layers, all others to the second one.
+"""
 OFFLOADED_OF_ATTENTION = frozenset({"attn_norm", "qkv_linear", "core_attn", "attn_proj"})
-"""Offloaded modules of the attention layer; all others are of the second one."""
+"""Offloaded modules of the attention layer. All others belong to the second one."""
 
 
 def for_hybrid(policy: RecomputePolicy, num_layers: int) -> RecomputePolicy:

@@ -70,8 +70,8 @@ def read_source(args: Namespace) -> Source:
     options = (args.gpu, args.num_gpus, args.vocab_size, args.set or None)
     if given_sources(args) or any(option is not None for option in options):
         raise OptionError(
-            f"--profile {args.profile[0]} says what is planned, and so do {SOURCES}, and what goes "
-            "with them (--gpu, --num-gpus, --vocab-size, --set). Leave one or the other out."
+            f"--profile {args.profile[0]} gives the costs, and a job would give others ({SOURCES}; "
+            "--gpu, --num-gpus, --vocab-size, --set). Leave one or the other out."
         )
     return Source([read_profile(path) for path in args.profile], args.profile)
 

@@ -25,7 +25,7 @@ _COLOUR: dict[Family, str] = {
     "ours": "#c8322f",
 }
 NOISY = 0.2
-"""Spread of steps over their median from which on the table warns of it."""
+"""The table warns of noise if the spread of steps over their median is at least this."""
 SKIPS = (
     "full, no dead work: our full on every layer. It keeps what Megatron's full keeps, and does "
     "not rerun what no backward reads. Megatron's own rows rerun that work, and our row does not."

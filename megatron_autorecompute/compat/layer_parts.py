@@ -51,8 +51,8 @@ _EXPERTS_UNCHANGED = "checkpoints_of_experts_are_unchanged_because"
 
 
 def note_unchanged(config: Any, asked: Mapping[str, Any]) -> None:
-    """Let a model have Megatron's own checkpoints where the model of these fields has, of which its
-    own config lacks some."""
+    """Make a model whose own config lacks some fields have Megatron's own checkpoints where the
+    model of these fields has them."""
     why = next((why for name, why in REASONS.items() if asked.get(name)), None)
     if why is None and asked.get("cuda_graph_impl") not in (None, "none"):
         why = REASONS["enable_cuda_graph"]

@@ -120,8 +120,8 @@ def _depth_spec(column: type, norm: type) -> Any:
 
 
 def torch_norm() -> contextlib.AbstractContextManager[None]:
-    """In this block HybridStack ends with torch's norm: the real one takes Transformer Engine's
-    whatever its spec says."""
+    """Makes HybridStack end with torch's norm as long as the block runs: the real one takes
+    Transformer Engine's norm under any spec."""
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 

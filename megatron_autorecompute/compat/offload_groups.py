@@ -125,8 +125,8 @@ def _wanted(chunk: Any, before: Switches, after: Switches) -> list[Any]:
 
 
 def _known(chunk: Any, before: Switches) -> list[tuple[tuple[int, str], Any]]:
-    """Every group with its layer and module: the k-th of a name is of the k-th layer that offloads
-    this module."""
+    """Every group with its layer and module. The k-th group of a name belongs to the k-th layer
+    that offloads this module."""
     layers: dict[str, list[int]] = defaultdict(list)
     for at, names in enumerate(before.get(chunk.vpp_rank, ())):
         for name in names:

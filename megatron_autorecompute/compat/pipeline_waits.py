@@ -22,7 +22,7 @@ Function = Callable[..., Any]
 
 
 def why_not(config: Any) -> str | None:
-    """Why nothing of such a model can begin before its gradient is there; None if it can."""
+    """The reason that no recompute of such a model can begin ahead; None if it can."""
     reasons = {
         "variable_seq_lengths": "stages exchange lengths, and so wait, before they post a receive",
         "mtp_standalone": "stages exchange shapes, and so wait, before they post a receive",
@@ -84,8 +84,8 @@ class _Step:
         return len(self.chunks) - 1
 
     def chunk_of_backward(self, number: int) -> int | None:
-        """The n-th backward is of the n-th forward's microbatch, of the chunk counted from the end:
-        `get_schedule_table`. None: that forward is still to come."""
+        """The chunk of the n-th backward: that of the n-th forward's microbatch, counted from the
+        end (`get_schedule_table`). None: that forward is still to come."""
         if number >= len(self.forwards):
             return None
         return len(self.chunks) - 1 - self.forwards[number]
@@ -101,7 +101,9 @@ class _Step:
 
 
 class _Watch:
-    """Functions of Megatron's, replaced until `stop`; whatever fails in one of them ends the step.
+    """Functions of Megatron's, replaced until `stop`. A failure in one of them ends the step. They
+    are the schedules' `forward_step` and `backward_step`, and the functions of the communication
+    that post requests and wait for them.
 
     Replaced are the schedules' `forward_step` and `backward_step`, and of the communication what
     posts requests and what waits for them.

@@ -168,7 +168,7 @@ def check_compiler(policy: RecomputePolicy) -> None:
     if used and not hasattr(megatron_random, "FP8GlobalStateManager"):
         raise MachineError(
             f"Recomputing {', '.join(used)} with megatron-core {versions.installed()} needs "
-            "Transformer Engine, whatever the precision, and it is not installed. Install it (the "
+            "Transformer Engine under every precision, and it is not installed. Install it (the "
             "extra `te`), or choose a policy without these modules."
         )
     share_storage = getattr(megatron_random, "_get_share_storage", None)

@@ -126,8 +126,8 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def engine(version: str = TE_VERSION) -> Iterator[None]:
-    """In this block Megatron's checks find this version of Transformer Engine, which the job will
-    have, whatever is installed here."""
+    """Makes Megatron's checks find the job's version of Transformer Engine, not the one installed
+    here, as long as the block runs."""
     from megatron.core import utils
 
     with patched(utils, "_te_version", utils.PkgVersion(version)):

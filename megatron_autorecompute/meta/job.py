@@ -270,7 +270,7 @@ class Job:
 
     @property
     def keeps_bf16_weights(self) -> bool:
-        """Whether weights are parameters in bf16, of which quantised copies are made."""
+        """Whether weights are parameters in bf16 from which quantised copies are made."""
         return self.precision == "nvfp4" or not self.fp8_param_gather
 
     @property

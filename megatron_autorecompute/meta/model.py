@@ -197,6 +197,7 @@ def refusals(job: Job) -> Iterator[None]:
 
 def _in_megatron(traceback: TracebackType | None) -> str | None:
     """The last line of Megatron's own code, or of a stand-in that it called; None if there is none.
+    A stand-in is named, because the fault may be this package's and not the job's.
 
     A stand-in is named as it is: the fault may be this package's, and not the job's.
     """

@@ -198,7 +198,7 @@ def _refuse_together(job: Job, offload: Sequence[Sequence[str]]) -> None:
     if offload and job.resolved.overlap_moe_expert_parallel_comm:
         raise OptionError(
             f"{job.name}: records of offload beside EP overlap are not modelled. Leave offload "
-            "or the overlap out; what the job's own setting needs, meta.need.own_need says."
+            "or the overlap out."
         )
 
 

@@ -90,9 +90,9 @@ def job_from_recipe(
 
 @contextlib.contextmanager
 def _fused_gradients() -> Iterator[None]:
-    """In this block Bridge finds the product that adds weight gradients to main_grad, which the job
-    will have, whatever is installed here (utils/fusions.py
-    `can_enable_gradient_accumulation_fusion`, a model's default)."""
+    """Makes Bridge find the product that adds weight gradients to main_grad, as in the job, even if
+    it is not installed here (utils/fusions.py `can_enable_gradient_accumulation_fusion`, a model's
+    default)."""
     name = "fused_weight_gradient_mlp_cuda"
     found = sys.modules.get(name)
     sys.modules[name] = found or types.ModuleType(name)

@@ -313,8 +313,8 @@ place of what is given."""
 def _moved_bytes(
     name: str, args: Any, kwargs: dict[str, Any], inputs: dict[int, int], outputs: dict[int, int]
 ) -> int:
-    """Bytes that an operation reads and writes, by storage those of its operands: all of them, but
-    for what it leaves alone."""
+    """Bytes that an operation reads and writes in each storage: those of its operands, without what
+    it leaves alone."""
     written = sum(outputs.values())
     others = {key: size for key, size in inputs.items() if key not in _storages(args[:1])}
     if name in _PICKED:

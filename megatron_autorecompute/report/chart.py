@@ -78,7 +78,7 @@ _WIDTH, _HEIGHT = 1180, 330
 _BELOW = FRAME.y + FRAME.height
 _RIGHT = FRAME.x + FRAME.width
 _LEADER = 12
-"""Pixels between a point and its name from which on a thin line joins them."""
+"""A thin line joins a point and its name if they are at least so many pixels apart."""
 
 
 @dataclass(frozen=True, slots=True)

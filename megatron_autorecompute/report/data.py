@@ -22,7 +22,7 @@ from megatron_autorecompute.report.timeline import Timeline, timeline
 CURVE_POINTS = 24
 
 Progress = Callable[[str, float], None]
-"""A function that is told what is being computed, and which share of it is done (0 to 1)."""
+"""A function that is told what is being computed, and the share of it that is done (0 to 1)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,7 +283,7 @@ class Auto:
         if calls.said_too_little and not lied:
             self.job.say(
                 f"recompute auto: a microbatch was longer than tokens() said; up to {calls.seen:,} "
-                "tokens were seen. From now on plans are for the cap, whatever is said."
+                "tokens were seen. From now on every plan is for the cap."
             )
 
     def _check_number(self, num_microbatches: int | None) -> None:

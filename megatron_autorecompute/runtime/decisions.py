@@ -36,7 +36,8 @@ from megatron_autorecompute.runtime.step_memory import StepMemory, available_byt
 from megatron_autorecompute.units import gib
 
 FRAGMENTED = 0.05
-"""Share of a device's memory; more than this between reserved and allocated is worth a word."""
+"""A share of a device's memory. More than this between reserved and allocated is worth a warning.
+"""
 NOTICED = 0.001
 """Share of a stage's static bytes; if others hold less than this more, no new plan is made."""
 
@@ -110,7 +111,8 @@ class Decisions:
     # --- the plan file ----------------------------------------------------------------------------
 
     def known_plan(self, store: PlanStore) -> Plan | None:
-        """The stored plan, if it is of this job; solved again if budgets or the like changed."""
+        """The stored plan, if it is this job's. It is solved again if budgets or similar settings
+        changed."""
         plan = store.known()
         if plan is None:
             return None
@@ -310,8 +312,8 @@ class Decisions:
         return all(p <= most for p, most in zip(self.peaks(), plan.budget_bytes, strict=True))
 
     def with_own_peaks(self, plan: Plan) -> Plan:
-        """The plan with every stage's peak in the step that was read last, which ran under it; as
-        it is where calls differ: that one may have been a small one."""
+        """The plan with every stage's peak in the last step read, which ran under it. Where calls
+        differ the plan is unchanged, because that step may have been a small one."""
         if self.job.calls is not None:
             return plan
         return replace(plan, measured_peak_bytes=self.peaks())

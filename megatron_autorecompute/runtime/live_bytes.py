@@ -67,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
             self.exclude(tensor)
 
     def reset_peak(self, leaving_bytes: int = 0) -> None:
-        """Restart the peak from the bytes alive now, but for those that are being freed."""
+        """Restart the peak from the bytes alive now, without those that are being freed."""
         self.peak_bytes = self.current_bytes - leaving_bytes
 
     def counted_bytes(self, tensors: Iterable[torch.Tensor]) -> int:

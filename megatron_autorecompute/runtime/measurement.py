@@ -71,8 +71,9 @@ FIRST_AHEAD_MS, AHEAD = 30.0, 2.0
 is not known, then a multiple of that time."""
 
 NEAR_PEAK = 0.8
-"""Lines for what a call holds beside layers are of moments that need this share of its peak; on one
-stage of all, as the longest microbatch may come when all of the call's batch has been touched."""
+"""Lines for what a call holds beside layers use moments that need this share of its peak. On one
+stage they use all moments, because the longest microbatch may come when all of the call's batch has
+been touched."""
 _LISTS: dict[Figure, str] = {
     "held": "held_bytes",
     "input": "input_bytes",

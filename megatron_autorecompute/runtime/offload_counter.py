@@ -195,7 +195,7 @@ class OffloadCounter:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[OffloadCounter]:
-        """Count in this block, in Megatron's code as it is but for prefetches, and for the table
+        """Count in this block, in Megatron's unchanged code except for prefetches and the table
         that ends its warm-up."""
         with contextlib.ExitStack() as undo:
             undo.enter_context(offload_groups.without_table())
@@ -360,6 +360,6 @@ class OffloadCounter:
         return None if run is None or run.backward is None else run.backward.at(self._clock.now())
 
     def _is_here(self, chunk: Any) -> bool:
-        """Whether the group that would come back next is of the layer whose backward runs."""
+        """Whether the group that would come back next belongs to the layer whose backward runs."""
         group = offload_groups.coming_back(chunk)
         return group is not None and self._run_of.get(id(group)) is self._backward

@@ -131,7 +131,8 @@ class Part:
         return getattr(type(owner), self.attribute).__get__(owner)
 
     def surroundings(self) -> tuple[Key, str | None]:
-        """What decides which outputs are read, but for shapes; and who looks at them besides."""
+        """What decides which outputs are read, apart from shapes, and the code that looks at them
+        besides."""
         layer = self.around()
         if layer is None:
             return (), None
@@ -411,7 +412,7 @@ class _Dead(NamedTuple):
 
 
 class _Unseen(_Dead):
-    """An output of which nobody sees more than its shape."""
+    """An output of which only the shape is seen."""
 
     def nan(self) -> torch.Tensor:
         return torch.full((), float("nan"), dtype=self.dtype, device=self.device).expand(self.size)
@@ -625,8 +626,8 @@ class _Entry(torch.autograd.Function):
 
 
 class _Reattach(torch.autograd.Function):
-    """What stands for the outputs of a graph apart: of a part in the second run, or of a second run
-    in the backward."""
+    """Stands for the outputs of a separate graph: a part's in the second run, or a second run's in
+    the backward."""
 
     @staticmethod
     def forward(ctx: Any, call: _Apart, _: torch.Tensor, *inputs: torch.Tensor) -> Any:

@@ -28,7 +28,8 @@ class Reading:
     """The time of one layer in one pass."""
 
     turn: int
-    """Readings of one turn are of steps in a row, under one policy."""
+    """The turn of the reading. Readings of one turn come from consecutive steps under one policy.
+    """
     step: int
     """The rank's timed step that the reading is of."""
     ms: float
@@ -47,7 +48,7 @@ Timed = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class Quartile:
-    """A time, and how far the runs that it is of spread."""
+    """A time, and the spread of the runs behind it."""
 
     ms: float
     """The lower quartile of all runs."""

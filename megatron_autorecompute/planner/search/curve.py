@@ -90,7 +90,7 @@ def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[Pareto
 def _least_busy(
     problem: Problem, number: int, progress: Progress = lambda _: None, also: Collection[int] = ()
 ) -> tuple[ParetoPoint, ...]:
-    """As `pareto`, where no layer may offload."""
+    """The curve of `pareto`, where no layer may offload."""
     stages = problem.stages
     low = max(choice.peak_bytes for choice in stages.leanest)
     high = max(max(choice.peak_bytes for choice in stages.fastest), low)

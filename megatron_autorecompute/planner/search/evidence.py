@@ -57,7 +57,8 @@ def instead(problem: Problem, policy: RecomputePolicy, fastest: Solution) -> Sol
 def stage_evidence(
     problem: Problem, stage: int, policy: RecomputePolicy, cost: PolicyCost, bound_ms: float | None
 ) -> StageEvidence:
-    """How busy a policy makes a stage; a bound that is none, or above that, says it is the least.
+    """How busy a policy makes a stage, with its bound. A bound above that, or none, counts as the
+    least.
 
     Args:
         problem: with its budgets.

@@ -30,7 +30,7 @@ _MIX: Ints = np.array(
 """Odd numbers: rows that are equal have the same sum of products."""
 _BLOCK = 256
 _HEIGHTS = 6
-"""Cells of what plans need beyond what they hold, of which each keeps one."""
+"""The number of cells of what plans need beyond what they hold; each cell keeps one plan."""
 
 
 def behind(units: Ints, rows: Ints) -> Ints:

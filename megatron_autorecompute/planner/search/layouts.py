@@ -59,8 +59,8 @@ class BestLayout:
     solution: Solution | None
     """The solution; None where none is found that fits and is shorter than asked for."""
     bound_ms: float
-    """No layout has a shorter step, whatever is chosen; infinite where all are known that are
-    shorter than asked for, and there are none."""
+    """No layout has a shorter step, under any choices. Infinite if all layouts shorter than asked
+    for are known, and there are none."""
     asked: Solution | None
     """The problem's own layout, solved; None where nothing fits it, or it is bounded to be no
     shorter than asked for."""
@@ -180,7 +180,7 @@ def _gain(chosen: Problem, best: Solution, asked: Solution | None) -> str:
     if asked is None:
         return f"Layers per stage {layers}: fits where the asked layout does not."
     if best is asked:
-        return f"Layers per stage {layers}, as asked: none is found that makes the step shorter."
+        return f"Layers per stage {layers}, as asked: no layout was found with a shorter step."
     now_ms = asked.cost.step_ms
     gain = 100 * (now_ms - best.cost.step_ms) / now_ms
     return (

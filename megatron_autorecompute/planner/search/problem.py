@@ -36,7 +36,7 @@ NO_LIMIT = 1 << 60
 
 
 class Stages:
-    """What is worked out of a problem whatever its budgets are: costs, and the searches of stages.
+    """What does not depend on a problem's budgets: costs, and the searches of stages.
 
     Args:
         profile: what every choice costs.
