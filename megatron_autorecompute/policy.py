@@ -305,13 +305,13 @@ class RecomputePolicy:
         Raises:
             PolicyError: a layer has parts or modules that Megatron lacks.
         """
-        found = []
+        known = dict[LayerPolicy, LayerPolicy]()
         for index, layer in enumerate(self.layers):
             try:
-                found.append(layer.as_megatron)
+                known[layer] = known.get(layer) or layer.as_megatron
             except PolicyError as error:
                 raise PolicyError(f"Layer {index}: {error}") from error
-        return RecomputePolicy(tuple(found))
+        return RecomputePolicy(tuple(known[layer] for layer in self.layers))
 
     @property
     def offloads(self) -> bool:

@@ -20,7 +20,7 @@ from megatron_autorecompute.block_names import ENCODER
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.cost.arrays import Bools, Ints
 from megatron_autorecompute.planner.cost.layout import Chunk
-from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy, Run
+from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     GraphBytes,
@@ -490,50 +490,6 @@ class CostTable:
             together = [self.checkpoint(each, run.policy.in_time) for each in cut]
             units += [self._early(u, chunk) if run.policy.ahead else u for u in together]
         return (*units, *after)
-
-    def chunk_times_ps(self, chunk: Chunk, policy: RecomputePolicy) -> tuple[int, int]:
-        """Forward and backward of one chunk under a policy: the sums of its units' times.
-
-        Raises: as `chunk_units`.
-        """
-        before, after = self.pseudo_layers(chunk)
-        forward = sum(unit.forward_ps for unit in (*before, *after))
-        backward = sum(unit.backward_ps for unit in (*before, *after))
-        for run in policy.chunk_runs(chunk.layers):
-            stop = run.start + run.count
-            if run.policy.group == 1:
-                alone = self._alone_ps(chunk, run)
-                forward, backward = forward + alone[0], backward + alone[1]
-                continue
-            for first in range(run.start, stop, run.policy.group):
-                layers = chunk.layers[first : first + run.policy.group]
-                unit = self.checkpoint(layers, run.policy.in_time)
-                forward, backward = forward + unit.forward_ps, backward + unit.backward_ps
-        return forward, backward
-
-    def _alone_ps(self, chunk: Chunk, run: Run) -> tuple[int, int]:
-        """Forward and backward of layers in a row that have the same choice."""
-        asked = chunk, run.policy
-        if asked not in self._sums:
-            known = [self.record(layer, run.policy) is not None for layer in chunk.layers]
-            units = [
-                self.layer_in(chunk, layer, run.policy) if has else None
-                for layer, has in zip(chunk.layers, known, strict=True)
-            ]
-            own = [(unit.forward_ps, unit.backward_ps, 0) if unit else (0, 0, 1) for unit in units]
-            self._sums[asked] = np.array([(0, 0, 0), *own], np.int64).cumsum(axis=0)
-        stop = run.start + run.count
-        forward, backward, unknown = self._sums[asked][stop] - self._sums[asked][run.start]
-        if unknown:
-            for layer in chunk.layers[run.start : stop]:
-                self.layer_in(chunk, layer, run.policy)  # raises
-        return int(forward), int(backward)
-
-    @cached_property
-    def _sums(self) -> dict[tuple[Chunk, LayerPolicy], Ints]:
-        """Sums over a chunk's first layers with one choice: forwards, backwards, and how many have
-        no record of it, `[layers, 3]`."""
-        return {}
 
 
 def hidden_states_received(profile: Profile, chunk: Chunk) -> int:

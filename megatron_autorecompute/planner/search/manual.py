@@ -15,6 +15,7 @@ from megatron_autorecompute.planner.cost.arrays import Ints
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.peak_memory import stage_base, stage_moments, stage_peak
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
+from megatron_autorecompute.planner.cost.stage_times import times_of
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import MegatronStrategy, RecomputePolicy
@@ -70,7 +71,6 @@ def may_fit(problem: Problem, policy: RecomputePolicy) -> bool:
 def _by_time(problem: Problem) -> Iterator[tuple[MegatronStrategy, RecomputePolicy, Ints]]:
     """Settings that differ in effect, each with forward and backward times of every chunk by every
     clock; the least busy first."""
-    chunks = [c for stage in problem.layout.stages for c in stage]
     tables = [CostTable(p, problem.imbalance_percentile, "high") for p in problem.costs.clocks]
     seen, found = set(), []
     for setting, policy in manual_policies(problem):
@@ -79,12 +79,18 @@ def _by_time(problem: Problem) -> Iterator[tuple[MegatronStrategy, RecomputePoli
             continue
         seen.add(runs)
         try:
-            times = [table.chunk_times_ps(c, policy) for table in tables for c in chunks]
+            times = [_times(problem, table, policy) for table in tables]
         except (PolicyError, ProfileError):
             continue  # a layer has no record of it
-        found.append((sum(map(sum, times)), setting, policy, np.array(times, np.int64)))
+        found.append((sum(int(own.sum()) for own in times), setting, policy, np.stack(times)))
     for _, setting, policy, own in sorted(found, key=itemgetter(0)):
         yield setting, policy, own
+
+
+def _times(problem: Problem, table: CostTable, policy: RecomputePolicy) -> Ints:
+    stages = problem.layout.stages
+    own = times_of([[table.chunk_units(c, policy) for c in chunks] for chunks in stages])
+    return np.stack([own.forward, own.backward])
 
 
 def manual_policies(problem: Problem) -> Iterator[tuple[MegatronStrategy, RecomputePolicy]]:
