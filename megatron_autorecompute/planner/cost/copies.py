@@ -255,7 +255,7 @@ class StageCopies:
             if self._stays(chunk, microbatch, number):
                 continue
             begin = max(self._out_free, now)
-            self._out_free = begin + self._out_ps(group)
+            self._out_free = begin + copy_ps(group.host_bytes, self._link.to_host_gb_per_s)
             self.copied.append(Copied(True, chunk, microbatch, number, begin, self._out_free))
             own.waiting.append(number)
             own.out_until[number] = self._out_free
@@ -308,7 +308,7 @@ class StageCopies:
             own.back.add(number)
             self._add_host(now, group, -group.host_bytes)
             begin = max(now, own.out_until[number])
-            now = begin + self._back_ps(group)
+            now = begin + copy_ps(group.host_bytes, self._link.to_device_gb_per_s)
             self._note_back(own, number, begin, now)
         return now
 
@@ -328,7 +328,8 @@ class StageCopies:
             return
         group = self.chunks[chunk].groups[number]
         begin = max(self._back_free, own.out_until[number])
-        self._back_free = own.back_at[number] = begin + self._back_ps(group)
+        own.back_at[number] = begin + copy_ps(group.host_bytes, self._link.to_device_gb_per_s)
+        self._back_free = own.back_at[number]
         self._note_back(own, number, begin, self._back_free)
         own.asked_at[number] = now
         own.asked.append(number)
@@ -347,12 +348,6 @@ class StageCopies:
             elif own.asked_at.get(number, layer) < layer:
                 add(self.device, own.asked_at[number], group.device_bytes)
                 add(self.device, layer, -group.device_bytes)
-
-    def _out_ps(self, group: CopyGroup) -> int:
-        return round(group.host_bytes * PS_PER_NS / self._link.to_host_gb_per_s)
-
-    def _back_ps(self, group: CopyGroup) -> int:
-        return round(group.host_bytes * PS_PER_NS / self._link.to_device_gb_per_s)
 
     def _add_host(self, now: int, group: CopyGroup, size: int) -> None:
         add(self.host.setdefault((group.name, group.host_bytes), {}), now, size)
@@ -380,6 +375,11 @@ def _in_flight(events: Sequence[tuple[bool, int, int]], num_chunks: int) -> set[
         if not is_backward:
             found.add(tuple(now))
     return found
+
+
+def copy_ps(host_bytes: int, gb_per_s: float) -> int:
+    """How long so many bytes take one way, in picoseconds."""
+    return round(host_bytes * PS_PER_NS / gb_per_s)
 
 
 def add(changes: Changes, now: int, size: int) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.planner.cost.copies import PS_PER_NS, Changes, Copied, Ran, add, levels
+from megatron_autorecompute.planner.cost.copies import Changes, Copied, Ran, add, copy_ps, levels
 from megatron_autorecompute.planner.cost.unit_costs import Unit
 from megatron_autorecompute.policy import WHOLE_LAYER
 from megatron_autorecompute.profile import HostLink, OffloadGroup
@@ -139,15 +139,10 @@ class WholeLayerCopies:
         """Begin a copy as soon as the stream is free; returns when it ends."""
         begin, link = max(self._stream, now), self._link
         rate = link.to_host_gb_per_s if to_host else link.to_device_gb_per_s
-        self._stream = begin + copy_ps(self._group(layer), rate)
+        self._stream = begin + copy_ps(self._group(layer).host_bytes, rate)
         self.copied.append(Copied(to_host, 0, microbatch, layer, begin, self._stream))
         return self._stream
 
     def _group(self, layer: int) -> OffloadGroup:
         (group,) = self._moved[layer]
         return group
-
-
-def copy_ps(group: OffloadGroup, gb_per_s: float) -> int:
-    """How long one way takes a layer's group, in picoseconds."""
-    return round(group.host_bytes * PS_PER_NS / gb_per_s)

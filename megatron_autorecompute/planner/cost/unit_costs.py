@@ -206,6 +206,12 @@ class CostTable:
             )
         )
 
+    def recorded(self, policy: RecomputePolicy) -> RecomputePolicy:
+        """The policy in recorded choices, in place of inert ones that equal them."""
+        records = (self.record(*pair) for pair in enumerate(policy.layers))
+        pairs = zip(policy.layers, records, strict=True)
+        return RecomputePolicy(tuple(own if one is None else one.policy for own, one in pairs))
+
     @cached_property
     def depth_layers(self) -> int:
         """Layers of the stack inside an MTP depth that the profile has choices for."""

@@ -26,17 +26,12 @@ _ROUNDED_PS = 2
 """The time by which a unit's mixed time may be rounded up."""
 
 
-def copy_ms(record: ChoiceRecord, link: HostLink) -> float:
-    """How long a record's groups take to be copied back."""
-    return record.host_bytes / (link.to_device_gb_per_s * 1e6)
-
-
 def mixed(profile: Profile, link: HostLink, share: float) -> Profile:
     """The profile without copies; times are the share of what is computed, and the rest of what is
     copied back. Where more recompute would then take less, its time is that of less, too."""
 
     def scaled(record: ChoiceRecord, least: float = 1.0) -> ChoiceRecord:
-        copied_ms = (1 - share) * least * copy_ms(record, link)
+        copied_ms = (1 - share) * least * _back_ms(record.host_bytes, link)
         return replace(
             record,
             forward_ms=share * record.forward_ms,
@@ -107,7 +102,10 @@ def _longest_ms(problem: Problem, layers: Sequence[int]) -> float:
         for choice in problem.table.choices(layer):
             record = problem.table.record(layer, choice)
             for group in () if record is None else record.offload_groups:
-                to_device = host_link(problem.profile).to_device_gb_per_s
-                time_ms = group.host_bytes / (to_device * 1e6)
+                time_ms = _back_ms(group.host_bytes, host_link(problem.profile))
                 longest[group.name] = max(time_ms, longest.get(group.name, 0.0))
     return sum(longest.values())
+
+
+def _back_ms(host_bytes: int, link: HostLink) -> float:
+    return host_bytes / (link.to_device_gb_per_s * 1e6)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.cost.cpu_offloading import copy_ps
+from megatron_autorecompute.planner.cost.copies import copy_ps
 from megatron_autorecompute.planner.cost.offloaded_step import host_link
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.stage_times import residual_times, times_of
@@ -48,20 +48,15 @@ def settings_of_modules(problem: Problem) -> tuple[RecomputePolicy, ...]:
     found = dict[RecomputePolicy, None]()
     for setting, offload in itertools.product(plain, sets):
         try:
-            policy = _runs(problem, manual_policy(problem, replace(setting, offload=offload)))
+            policy = problem.table.recorded(
+                manual_policy(problem, replace(setting, offload=offload))
+            )
             if problem.may_be(policy):
                 _least_ms(problem, policy)
                 found[policy] = None
         except (PolicyError, ProfileError):
             continue  # a layer has no record of it
     return tuple(found)
-
-
-def _runs(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
-    """The policy in what its choices are on their layers, where some do nothing."""
-    records = (problem.table.record(*pair) for pair in enumerate(policy.layers))
-    pairs = zip(policy.layers, records, strict=True)
-    return RecomputePolicy(tuple(own if one is None else one.policy for own, one in pairs))
 
 
 def settings_of_whole_layers(problem: Problem) -> tuple[RecomputePolicy, ...]:
@@ -122,6 +117,6 @@ def _least_ms(problem: Problem, policy: RecomputePolicy) -> float:
     for layer in range(policy.layers.count(WHOLE)):
         record = table.record(layer, WHOLE)
         for group in () if record is None else record.offload_groups:
-            copied_ps += copy_ps(group, link.to_host_gb_per_s)
-            copied_ps += copy_ps(group, link.to_device_gb_per_s)
+            copied_ps += copy_ps(group.host_bytes, link.to_host_gb_per_s)
+            copied_ps += copy_ps(group.host_bytes, link.to_device_gb_per_s)
     return m * max(int(busy_ps), copied_ps) / PS_PER_MS

@@ -21,7 +21,7 @@ from megatron_autorecompute.planner.search.replay import Replay
 from megatron_autorecompute.planner.search.solution import Solution
 from megatron_autorecompute.planner.search.stage_problem import Split, put_together
 from megatron_autorecompute.planner.search.step import StepSearch
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import RecomputePolicy
 
 
 def shortest(problem: Problem) -> Solution | None:
@@ -74,18 +74,11 @@ def _megatrons(problem: Problem) -> Iterator[RecomputePolicy]:
 
 
 def _splits(problem: Problem, policy: RecomputePolicy) -> list[Split]:
-    """An allowed policy stage by stage; recorded choices stand for inert ones that equal them."""
-    own = [_recorded(problem, layer, choice) for layer, choice in enumerate(policy.layers)]
+    own = problem.table.recorded(policy).layers
     return [
         tuple(tuple(own[layer] for layer in chunk.layers) for chunk in chunks)
         for chunks in problem.layout.stages
     ]
-
-
-def _recorded(problem: Problem, layer: int, choice: LayerPolicy) -> LayerPolicy:
-    table = problem.table
-    alike = (c for c in table.choices(layer) if choice in table.names(layer, c))
-    return choice if choice.group > 1 else next(alike)
 
 
 def _replay(problem: Problem) -> Replay:
