@@ -85,8 +85,7 @@ class Outcomes:
         rows = [[self._stage(s, policy) for s in range(layout.num_stages)] for policy in policies]
         # `[side, stage, chunk, policy]`, the sides forward and backward
         times = np.array([[stage.times_ps for stage in own] for own in rows], np.int64)
-        residual = residual_times(self._table, layout)
-        added = np.stack([residual.forward, residual.backward])
+        added = residual_times(self._table, layout).both
         times = np.maximum(times.transpose(3, 1, 2, 0) + added[..., None], 0)
         busy = schedule.num_microbatches * times.sum(axis=(0, 2)) / PS_PER_MS
         return [

@@ -214,10 +214,7 @@ class PolicyCosts:
         return self._both_ms(self._fastest, self._units("nominal", self._fastest)) or 0.0
 
     def _on_host(self, policy: RecomputePolicy) -> StageUnits | None:
-        table = self._host
-        if table is None:
-            return None
-        return [[table.chunk_units(c, policy) for c in cs] for cs in self.layout.stages]
+        return None if self._host is None else self._host.units(self.layout, policy)
 
     @cached_property
     def _host(self) -> CostTable | None:
@@ -225,8 +222,7 @@ class PolicyCosts:
         return CostTable(self.clocks[1]) if len(self.clocks) > 1 else None
 
     def _units(self, bound: Bound, policy: RecomputePolicy) -> StageUnits:
-        table = self._tables[bound]
-        return [[table.chunk_units(c, policy) for c in chunks] for chunks in self.layout.stages]
+        return self._tables[bound].units(self.layout, policy)
 
     def copies(self, policy: RecomputePolicy) -> OffloadedStep | None:
         """The step replayed with its copies; None where nothing is copied."""
@@ -275,7 +271,7 @@ class PolicyCosts:
     def _plain(self) -> tuple[Times, float]:
         """Times without recompute, and the step."""
         policy = self._fastest
-        units = [[self._table.chunk_units(c, policy) for c in cs] for cs in self.layout.stages]
+        units = self._table.units(self.layout, policy)
         times = times_of(units).plus(self._residual)
         return times, _step_ms(self.schedule, times)
 

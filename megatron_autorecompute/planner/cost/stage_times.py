@@ -37,6 +37,11 @@ class Times:
         return Times(np.maximum(self.forward + other.forward, 0), backward, ahead)
 
     @property
+    def both(self) -> Ints:
+        """Forward and backward, `[direction, stage, chunk]`."""
+        return np.stack([self.forward, self.backward])
+
+    @property
     def busy(self) -> Ints:
         """Forward plus backward of all chunks, of shape [stage]."""
         busy: Ints = self.forward.sum(axis=1) + self.backward.sum(axis=1)

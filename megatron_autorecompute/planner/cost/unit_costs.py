@@ -19,7 +19,7 @@ import numpy as np
 from megatron_autorecompute.block_names import ENCODER
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.cost.arrays import Bools, Ints
-from megatron_autorecompute.planner.cost.layout import Chunk
+from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -496,6 +496,10 @@ class CostTable:
             together = [self.checkpoint(each, run.policy.in_time) for each in cut]
             units += [self._early(u, chunk) if run.policy.ahead else u for u in together]
         return (*units, *after)
+
+    def units(self, layout: Layout, policy: RecomputePolicy) -> list[list[tuple[Unit, ...]]]:
+        """The units of every stage and chunk, `[stage][chunk]`; raises as `chunk_units`."""
+        return [[self.chunk_units(chunk, policy) for chunk in own] for own in layout.stages]
 
 
 def hidden_states_received(profile: Profile, chunk: Chunk) -> int:

@@ -96,8 +96,7 @@ class LeastSteps:
         busy = [self._busy[key] for key in self._keys(layout)]
         if math.isinf(max(busy)):
             return math.inf
-        own = residual_times(self._table, layout)
-        residual = np.stack([own.forward, own.backward])
+        residual = residual_times(self._table, layout).both
         least = [least_times(self._table, chunk) for stage in layout.stages for chunk in stage]
         times: Ints = np.array(least, np.int64).T.reshape(residual.shape) + residual
         more = np.maximum(np.array(busy) - times.sum(axis=(0, 2)), 0).astype(np.int64)

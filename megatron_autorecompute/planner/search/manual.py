@@ -79,18 +79,12 @@ def _by_time(problem: Problem) -> Iterator[tuple[MegatronStrategy, RecomputePoli
             continue
         seen.add(runs)
         try:
-            times = [_times(problem, table, policy) for table in tables]
+            times = [times_of(table.units(problem.layout, policy)).both for table in tables]
         except (PolicyError, ProfileError):
             continue  # a layer has no record of it
         found.append((sum(int(own.sum()) for own in times), setting, policy, np.stack(times)))
     for _, setting, policy, own in sorted(found, key=itemgetter(0)):
         yield setting, policy, own
-
-
-def _times(problem: Problem, table: CostTable, policy: RecomputePolicy) -> Ints:
-    stages = problem.layout.stages
-    own = times_of([[table.chunk_units(c, policy) for c in chunks] for chunks in stages])
-    return np.stack([own.forward, own.backward])
 
 
 def manual_policies(problem: Problem) -> Iterator[tuple[MegatronStrategy, RecomputePolicy]]:

@@ -31,7 +31,7 @@ _PATHS = 80
 _CLOSE = 3e-4
 """A step of fractional times so near its bound has all paths that matter."""
 _FEW_STAGES = 32
-"""Up to which every stage is tried as the slow one."""
+"""Up to which every stage is tried as the slow one. Without, gaps are up to 1.6% for 0.7%."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

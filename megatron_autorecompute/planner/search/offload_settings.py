@@ -111,9 +111,8 @@ def _least_ms(problem: Problem, policy: RecomputePolicy) -> float:
     layers, which share a stream."""
     layout, m = problem.layout, problem.schedule.num_microbatches
     table, link = problem.table, host_link(problem.profile)
-    units = [[table.chunk_units(c, policy) for c in chunks] for chunks in layout.stages]
     residual = residual_times(table, layout)
-    busy_ps, copied_ps = times_of(units).plus(residual).busy.max(), 0
+    busy_ps, copied_ps = times_of(table.units(layout, policy)).plus(residual).busy.max(), 0
     for layer in range(policy.layers.count(WHOLE)):
         record = table.record(layer, WHOLE)
         for group in () if record is None else record.offload_groups:
