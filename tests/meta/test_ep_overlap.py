@@ -42,7 +42,7 @@ def run(policy, **fields):
 @pytest.mark.any_version
 def test_a_forward_beside_a_backward_takes_one_microbatch_and_part_of_a_layer():
     # Megatron refuses delay_wgrad_compute without the overlap, and layers are profiled without.
-    profile = profile_job(moe_job(**OVERLAP, delay_wgrad_compute=True), H100)
+    profile = profile_job(moe_job(**OVERLAP, delay_wgrad_compute=True), H100, only=())
     assert "delay_wgrad_compute" in profile.assumptions[-1]
     (kind,) = profile.kinds
     held = {record.choice: record.held_bytes for record in kind.choices}["none"]
@@ -58,6 +58,13 @@ def test_recompute_at_the_begin_of_a_chunk_takes_less_beside_a_backward_than_at_
     apart = [run(p).peak_bytes for p in (f"{lean},none*2", f"none*2,{lean}")]
     assert first < last
     assert last - first > abs(apart[1] - apart[0])
+
+
+def problem_of(asked, policy=""):
+    """The job's problem, of a profile with no other sets of modules than a policy has."""
+    modules = [name for name in ("core_attn", "layernorm", "moe_act") if name in policy]
+    profile = profile_job(asked, H100, only=modules)
+    return Problem(profile, asked.layout(), asked.schedule())
 
 
 def predicted(problem, policy, stage):
@@ -76,7 +83,7 @@ def predicted(problem, policy, stage):
 )
 def test_the_planners_peak_is_that_of_megatrons_combined_schedule(policy, fields):
     asked = moe_job(**OVERLAP, **fields)
-    problem = Problem(profile_job(asked, H100), asked.layout(), asked.schedule())
+    problem = problem_of(asked, policy)
     assert "full" not in {r.choice for kind in problem.profile.kinds for r in kind.choices}
     error = predicted(problem, policy, 0) / run(policy, **OVERLAP, **fields).peak_bytes - 1
     # The hidden size is 256: a boundary tensor is 1%. Megatron's nodes of losses are the rest.
@@ -87,7 +94,7 @@ def test_the_planners_peak_is_that_of_megatrons_combined_schedule(policy, fields
 def test_two_stages_of_two_chunks_are_verified_in_the_combined_schedule():
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     asked = job({**FIELDS, **sizes, **OVERLAP}, num_gpus=8, global_batch_size=32)
-    problem = Problem(profile_job(asked, H100), asked.layout(), asked.schedule())
+    problem = problem_of(asked)
     checks = verify(make_plan(problem.at(H100.memory_bytes)))
     require_verified(checks)
     assert all(check.combined and 0 < check.error < 0.004 for check in checks)
@@ -109,7 +116,7 @@ def test_chunks_between_a_backward_and_a_forward_keep_inputs_of_layers_and_gradi
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     fields = {**FIELDS, **sizes, **OVERLAP, "num_layers": 12, **fields}
     asked = job(fields, num_gpus=8, global_batch_size=32)
-    problem = Problem(profile_job(asked, H100), asked.layout(), asked.schedule())
+    problem = problem_of(asked, policy)
     layers = RecomputePolicy.parse(policy, num_layers=12).to_config()
     plan = replace(make_plan(problem.at(H100.memory_bytes)), recompute_policy=tuple(layers))
     # On the last stage the first chunk's forward beside its backward is highest, with nothing of
