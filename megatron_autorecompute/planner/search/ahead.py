@@ -148,7 +148,8 @@ class _Levels:
         own = times[chosen, np.arange(chosen.shape[-1])].reshape(-1, *times.shape[1:])
         forward, backward, ahead = np.moveaxis(own, (2, 0), (0, -1)) // self._unit
         found: Ints = finished(self._problem.schedule, forward, backward, ahead).max(axis=0)
-        return found.reshape(chosen.shape[:-1])
+        steps: Ints = found.reshape(chosen.shape[:-1])
+        return steps
 
 
 def _layers(problem: Problem, stage: int) -> Iterable[int]:
