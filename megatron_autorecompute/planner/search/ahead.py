@@ -141,7 +141,8 @@ class _Levels:
                 chosen[better, stage] = rungs[best[better]]
                 steps = np.minimum(steps, found.min(axis=1))
             are_better = bool((steps < were).any())
-        return chosen[[steps.argmin()]]
+        best_of_all: Ints = chosen[[steps.argmin()]]
+        return best_of_all
 
     def _steps(self, times: Ints, chosen: Ints) -> Ints:
         """Of rungs `[..., stage]`, in the unit."""
