@@ -43,11 +43,11 @@ from testing.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "ahead.md"
 CASES: tuple[tuple[int, int | None, int, int], ...]
-CASES = ((2, None, 4, 1), (4, None, 8, 1), (4, None, 16, 1), (8, None, 8, 1), (8, None, 16, 1))
-CASES += ((2, 2, 4, 1), (4, 2, 8, 1), (8, 2, 8, 1), (2, None, 4, 2), (4, None, 8, 2), (4, 2, 8, 2))
+CASES = ((2, None, 4, 1), (4, None, 8, 1), (8, None, 8, 1), (8, None, 16, 1))
+CASES += ((2, 2, 4, 1), (4, 2, 8, 1), (8, 2, 8, 1), (2, None, 4, 2), (4, 2, 8, 2))
 """Stages, chunks of a stage (None: one), microbatches, how many times slower the first stage is:
 for a slow one most gradients are there before it would wait."""
-LAYER_MS = 100.0
+LAYER_MS = 80.0
 LAYERS = 2
 """Of a stage."""
 REPEATS = 3

@@ -1,80 +1,160 @@
 """Which layers recompute ahead: marks on found choices that make the step shorter.
 
-A recompute that begins early takes bytes and never makes a step longer. So every chunk begins early
-as many layers as fit, the last ones first, and then drops the marks that the step does not need.
-Choices that hold less leave more room for marks. So choices for a ladder of smaller budgets are
-tried on each stage; the ladder does not depend on the budget.
+A recompute that begins early takes bytes and never makes a step longer. Choices that hold less
+leave more room for that. So rungs of a ladder of budgets give each stage's choices, and at each of
+some levels of memory every rung begins early as many layers as fit, the last ones first. Stages
+take over each other's rungs while the step gets shorter. Rungs and levels are the same whatever the
+budget is, and a level goes on from what the one below found: so with more memory no step is longer.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_autorecompute.planner.cost.arrays import Ints
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.peak_memory import stage_base, stage_moments, stage_peak
-from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times
+from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times, times_of
+from megatron_autorecompute.planner.cost.step_time import finished, step_unit
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from megatron_autorecompute.planner.search.evidence import proven
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import Solution, StageEvidence
-from megatron_autorecompute.planner.search.stage_problem import put_together
+from megatron_autorecompute.planner.search.stage_problem import StageChoice, put_together
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 
-_RUNGS = 8
-"""The number of rungs of the ladder; layers that begin early fill what lies between two."""
+_LEVEL, _LEVELS_A_RUNG = 1.01, 2
+"""So much more memory has each level, from the least to where nothing binds."""
+
+_STARTS = 2
+"""Of the same rung for all stages, beside what the level below found."""
 
 
 def with_early(problem: Problem, found: Solution) -> Solution:
     """The solution, or a policy with layers that recompute ahead if its step is shorter; with a
     bound on all such."""
-    bases = dict.fromkeys([found.policy, *_ladder(problem)])
-    plans = [found.policy, *(_all_that_fit(problem, base) for base in bases)]
-    best = _without_needless(problem, _stage_by_stage(problem, plans))
+    best = _Levels(problem).shortest()
     shorter = problem.costs.step_ms(best) < problem.costs.step_ms(found.policy)
-    best = best if shorter else found.policy
+    best = _without_needless(problem, best) if shorter else found.policy
     return proven(problem, best, _bound_ms(problem, found.evidence))
 
 
-def begun_early(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
-    """A policy that fits, with the layers that recompute ahead for the shortest step, no more."""
-    return _without_needless(problem, _all_that_fit(problem, policy))
+@dataclass(frozen=True, slots=True)
+class _Rung:
+    """Choices of one stage; one more of its units begins early in each policy."""
+
+    policies: list[RecomputePolicy]
+    peaks: Ints
+    times: Ints
+    """`[policy, forward or backward or ahead, chunk]`, ps."""
+
+    def most(self, budget: int) -> int:
+        """The last policy that fits; -1 if none does."""
+        return max(np.flatnonzero(self.peaks <= budget).tolist(), default=-1)
 
 
-def _all_that_fit(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
-    for stage, chunks in enumerate(problem.layout.stages):
-        for chunk in reversed(chunks):
-            for unit in _units(problem, policy, chunk):
-                more = _marked(policy, [unit])
-                if not _fits(problem, stage, more):
-                    break
-                policy = more
-    return policy
+class _Levels:
+    """Looks for the shortest step at one level of memory after the other."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem, stages = problem, problem.stages
+        self._residual = residual_times(problem.table, problem.layout)
+        low = max(choice.peak_bytes for choice in stages.leanest)
+        high = max(max(choice.peak_bytes for choice in stages.fastest), low)
+        self._levels = [low]
+        while (level := 1 + int(self._levels[-1] * _LEVEL)) <= min(max(problem.budgets), high):
+            self._levels.append(level)
+        self._ladder = [self._rungs(stages.leanest)]
+        for level in self._levels[::_LEVELS_A_RUNG]:
+            found = [stage.fastest(level) for stage in stages.all]
+            self._ladder.append(self._rungs([choice for choice in found if choice is not None]))
+        slowest = np.array([[rung.times[0].sum() for rung in own] for own in self._ladder])
+        self._unit = step_unit(problem.schedule, float(slowest.max(axis=0).sum()))
+
+    def shortest(self) -> RecomputePolicy:
+        """The best found at the highest level within the budgets."""
+        count = self._problem.layout.num_stages
+        chosen, before = np.zeros((1, count), np.intp), np.zeros(0, np.intp)
+        for number, level in enumerate(self._levels):
+            ladder = self._ladder[: number // _LEVELS_A_RUNG + 2]
+            budgets = [min(level, own) for own in self._problem.budgets]
+            most = np.array([list(map(_Rung.most, rungs, budgets)) for rungs in ladder])
+            if not np.array_equal(most, before):
+                chosen, before = self._descended(chosen, most), most
+        layers = list(self._ladder[0][0].policies[0].layers)
+        for stage, rung in enumerate(chosen[0]):
+            policy = self._ladder[rung][stage].policies[most[rung, stage]]
+            for layer in _layers(self._problem, stage):
+                layers[layer] = policy.layers[layer]
+        return RecomputePolicy(tuple(layers))
+
+    def _rungs(self, choices: Sequence[StageChoice]) -> list[_Rung]:
+        policy = put_together(self._problem.layout, [choice.policies for choice in choices])
+        return [self._rung(stage, policy) for stage in range(len(choices))]
+
+    def _rung(self, stage: int, policy: RecomputePolicy) -> _Rung:
+        problem, chunks = self._problem, self._problem.layout.stages[stage]
+        units = [unit for c in reversed(chunks) for unit in _units(problem, policy, c)]
+        marked = (_marked(policy, units[:count]) for count in range(len(units) + 1))
+        policies, peaks, times = list(marked), list[int](), list[Ints]()
+        base = stage_base(problem.profile, problem.layout, stage, "high")
+        moments = stage_moments(problem.profile, problem.schedule, stage)
+        rest = np.stack([self._residual.forward[stage], self._residual.backward[stage]])
+        for each in policies:
+            own = [problem.table.chunk_units(chunk, each) for chunk in chunks]
+            columns = [ChunkColumns(*both) for both in zip(chunks, own, strict=True)]
+            peaks.append(stage_peak(base, stage, columns, moments).bytes)
+            found = times_of([own])
+            both = np.maximum(np.concatenate([found.forward, found.backward]) + rest, 0)
+            ahead = both[1:] * 0 if found.ahead is None else np.minimum(found.ahead, both[1:])
+            times.append(np.concatenate([both, ahead]))
+        return _Rung(policies, np.array(peaks), np.stack(times))
+
+    def _descended(self, before: Ints, most: Ints) -> Ints:
+        """The best rung of each stage, `[1, stage]`: from those of before, or from one for all,
+        one stage after the other."""
+        times = np.array(
+            [
+                [rung.times[max(at, 0)] for rung, at in zip(rungs, row, strict=True)]
+                for rungs, row in zip(self._ladder, most, strict=False)
+            ]
+        )
+        alike = np.flatnonzero((most >= 0).all(axis=1))
+        chosen = np.concatenate([before, np.repeat(alike[:, None], most.shape[1], axis=1)])
+        steps = self._steps(times, chosen)
+        first = np.unique([0, *np.argsort(steps, kind="stable")[:_STARTS]])
+        chosen, steps, are_better = chosen[first], steps[first], True
+        while are_better:
+            were = steps
+            for stage in range(most.shape[1]):
+                rungs = np.flatnonzero(most[:, stage] >= 0)
+                tried = np.repeat(chosen[:, None], len(rungs), axis=1)
+                tried[:, :, stage] = rungs
+                found = self._steps(times, tried)
+                best = found.argmin(axis=1)
+                better = found.min(axis=1) < steps
+                chosen[better, stage] = rungs[best[better]]
+                steps = np.minimum(steps, found.min(axis=1))
+            are_better = bool((steps < were).any())
+        best_of_all: Ints = chosen[[steps.argmin()]]
+        return best_of_all
+
+    def _steps(self, times: Ints, chosen: Ints) -> Ints:
+        """Of rungs `[..., stage]`, in the unit."""
+        own = times[chosen, np.arange(chosen.shape[-1])].reshape(-1, *times.shape[1:])
+        forward, backward, ahead = np.moveaxis(own, (2, 0), (0, -1)) // self._unit
+        found: Ints = finished(self._problem.schedule, forward, backward, ahead).max(axis=0)
+        steps: Ints = found.reshape(chosen.shape[:-1])
+        return steps
 
 
-def _stage_by_stage(problem: Problem, plans: Sequence[RecomputePolicy]) -> RecomputePolicy:
-    """The shortest of some plans, whose stages take over those of others while it gets shorter."""
-    step_ms = problem.costs.step_ms
-    best, before = min(plans, key=step_ms), math.inf
-    while step_ms(best) < before:
-        before = step_ms(best)
-        for chunks in problem.layout.stages:
-            own = [layer for chunk in chunks for layer in chunk.layers]
-            best = min((_with(best, plan, own) for plan in (best, *plans)), key=step_ms)
-    return best
-
-
-def _with(policy: RecomputePolicy, other: RecomputePolicy, layers: list[int]) -> RecomputePolicy:
-    """A policy whose choices of some layers are another's."""
-    choices = list(policy.layers)
-    for layer in layers:
-        choices[layer] = other.layers[layer]
-    return RecomputePolicy(tuple(choices))
+def _layers(problem: Problem, stage: int) -> Iterable[int]:
+    return itertools.chain.from_iterable(chunk.layers for chunk in problem.layout.stages[stage])
 
 
 def _without_needless(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
@@ -111,30 +191,6 @@ def _marked(policy: RecomputePolicy, units: Iterable[range], ahead: bool = True)
     for layer in itertools.chain.from_iterable(units):
         layers[layer] = replace(layers[layer], ahead=ahead)
     return RecomputePolicy(tuple(layers))
-
-
-def _fits(problem: Problem, stage: int, policy: RecomputePolicy) -> bool:
-    chunks = problem.layout.stages[stage]
-    columns = [ChunkColumns(c, problem.table.chunk_units(c, policy)) for c in chunks]
-    base = stage_base(problem.profile, problem.layout, stage, "high")
-    moments = stage_moments(problem.profile, problem.schedule, stage)
-    return stage_peak(base, stage, columns, moments).bytes <= problem.budgets[stage]
-
-
-def _ladder(problem: Problem) -> Iterator[RecomputePolicy]:
-    """Choices of all stages at budgets from the least to where nothing binds, if they fit."""
-    stages, most = problem.stages, max(problem.budgets)
-    low = max(choice.peak_bytes for choice in stages.leanest)
-    high = max(max(choice.peak_bytes for choice in stages.fastest), low)
-    yield put_together(problem.layout, [choice.policies for choice in stages.leanest])
-    for rung in range(1, _RUNGS):
-        budget = low + (high - low) * rung // _RUNGS
-        found = [stage.fastest(budget) for stage in stages.all]
-        splits = [choice.policies for choice in found if choice is not None]
-        if budget <= most and len(splits) == len(found):
-            policy = put_together(problem.layout, splits)
-            if all(_fits(problem, stage, policy) for stage in range(len(found))):
-                yield policy
 
 
 def _bound_ms(problem: Problem, evidence: tuple[StageEvidence, ...]) -> float:
