@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from megatron_autorecompute.cli.pipeline import known_of, shape_words
+from megatron_autorecompute.planner.cost.step_interval import is_tie
 from megatron_autorecompute.profile import ChoiceRecord, Profile
 from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.report.terminal import assumption_lines
@@ -58,17 +59,34 @@ def _records(profile: Profile) -> Rows:
     shown_ms = 0.005  # the least that two digits show
     apart = any(r.communication_ms >= shown_ms for kind in profile.kinds for r in kind.choices)
     graphs = profile.graphs_of_layers
+    named = [
+        (f"{len(k.layers)} {k.name}", r, is_tie(k, r)) for k in profile.kinds for r in k.choices
+    ]
+    ties = any(is_equal for _, _, is_equal in named)
     columns = (
         Column("layers", left=True),
         Column("choice", folded=True),
         *([Column("graph MiB", name="held in CUDA graphs MiB")] if graphs else []),
         *map(Column, ("held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms")),
         *([Column("comm.", name="of it communication ms")] if apart else []),
+        *(
+            [Column("tie", name="not surely slower than a choice with less recompute")]
+            if ties
+            else []
+        ),
     )
-    named = [(f"{len(k.layers)} {k.name}", r) for k in profile.kinds for r in k.choices]
-    norm = [("final norm", profile.final_norm)] if profile.final_norm else []
-    places = [("embedding", profile.embedding), *named, *norm, ("head", profile.head)]
-    return Rows(columns, [(place, *_cells(record, apart, graphs)) for place, record in places])
+    norm = [("final norm", profile.final_norm, False)] if profile.final_norm else []
+    head = ("head", profile.head, False)
+    rows = [
+        (place, *_cells(record, apart, graphs), *(["=" * is_equal] if ties else []))
+        for place, record, is_equal in [
+            ("embedding", profile.embedding, False),
+            *named,
+            *norm,
+            head,
+        ]
+    ]
+    return Rows(columns, rows)
 
 
 def _cells(record: ChoiceRecord, apart: bool, graphs: bool) -> tuple[str, ...]:

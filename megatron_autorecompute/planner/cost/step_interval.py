@@ -35,7 +35,8 @@ from megatron_autorecompute.planner.cost.step_time import finished, step_unit
 from megatron_autorecompute.planner.cost.two_clocks import records_of
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable, Unit
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.profile import ChoiceRecord, Profile
+from megatron_autorecompute.profile import ChoiceRecord, LayerKind, Profile
+from megatron_autorecompute.work_order import contains
 
 COVERAGE = 0.95
 COVERS = f"It covers the step of the true times in at least {COVERAGE:.0%} of profiles."
@@ -80,6 +81,17 @@ def deviation_ms(record: ChoiceRecord) -> float:
         one *= _OF_QUARTILE / math.sqrt(record.runs) * (1 + _FEW_RUNS / record.runs)
     turns = record.turn_spread_ms / math.sqrt(record.turns) * (1 + _FEW_RUNS / record.turns)
     return max(one, turns)
+
+
+def is_tie(kind: LayerKind, record: ChoiceRecord) -> bool:
+    """Whether a choice is not slower than one that it contains in 95% of profiles: errors hide what
+    its further recompute takes."""
+    for other in kind.choices:
+        error_ms = math.hypot(deviation_ms(record), deviation_ms(other))
+        more_ms = record.forward_ms + record.backward_ms - other.forward_ms - other.backward_ms
+        if contains(record.policy, other.policy) and more_ms < _SURELY * error_ms:
+            return True
+    return False
 
 
 class StepErrors:
