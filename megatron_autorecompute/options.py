@@ -24,7 +24,7 @@ def option(default: Any, help: str) -> Any:
     """A dataclass field that is also a command-line flag with this help.
 
     Args:
-        default: of the field and the flag.
+        default: the default of the field and the flag.
         help: one sentence for people.
     """
     return dataclasses.field(default=default, metadata={"help": help})

@@ -103,7 +103,7 @@ class TemporaryHook:
     Args:
         register: one of a module's methods that register hooks.
         call: the hook, called with torch's arguments.
-        options: of `register`.
+        options: the options of `register`.
     """
 
     def __init__(

@@ -501,7 +501,7 @@ class RecomputePolicy:
         """This policy, if it covers `num_layers` layers.
 
         Args:
-            num_layers: of the model, multi-token-prediction depths included.
+            num_layers: layers of the model, multi-token-prediction depths included.
             asked: what the error message calls this policy.
 
         Raises:

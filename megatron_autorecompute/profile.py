@@ -785,7 +785,7 @@ def in_order(records: Sequence[ChoiceRecord], weights: Sequence[float]) -> tuple
 
     Args:
         records: one for each choice, all of single layers.
-        weights: of each record's times, above 0; for example the number of samples.
+        weights: the weights of each record's times, above 0; for example the number of samples.
     """
     choices = [record.policy for record in records]
 

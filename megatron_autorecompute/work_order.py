@@ -121,7 +121,7 @@ def ordered_ms(
         choices: the choices of the layer; the other lists have one entry for each.
         forward_ms: forward of one layer for one microbatch.
         backward_ms: its backward, recompute included.
-        weights: of each choice's times, above 0; for example the number of samples.
+        weights: the weights of each choice's times, above 0; for example the number of samples.
         is_more: whether the first of two choices takes longer: `contains`, or `launches_more`.
 
     Returns:

@@ -77,9 +77,9 @@ def replay(
 
     Args:
         layer: to run.
-        graph: of the hidden states and a mask; returns the graph's outputs.
+        graph: a function of the hidden states and a mask; returns the graph's outputs.
         hidden: states.
-        kwargs: of the layer's forward.
+        kwargs: keyword arguments of the layer's forward.
         mask_bytes: of the mask that Megatron makes for each replay, where a graph has one as input
             (`_get_te_cuda_graph_replay_args`, which needs Transformer Engine).
     """

@@ -77,7 +77,7 @@ def named_blocks(num_layers: int, first: str, first_layers: int) -> dict[str, in
     """The blocks of a model in the order of a policy, with their layers.
 
     Args:
-        num_layers: that a policy covers.
+        num_layers: the number of layers that a policy covers.
         first: name of the block in front of the decoder; empty if there is none.
         first_layers: its layers.
     """

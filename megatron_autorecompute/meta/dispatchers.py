@@ -89,7 +89,7 @@ def counted_once(
     """The kind with `also_static_bytes`.
 
     Args:
-        kind: of the layers that were built.
+        kind: the kind of the layers that were built.
         kept_bytes: what static bytes count of a dispatcher.
         beside: as `kept_beside` found; of several layers the most counts.
     """

@@ -111,7 +111,7 @@ def with_graphs(job: Job, kinds: Sequence[LayerKind], clock: Roofline) -> tuple[
 
     Args:
         job: with `graphs.of_layers`.
-        kinds: of the whole model, with choices that Megatron allows beside the graphs.
+        kinds: the kinds of the whole model, with choices that Megatron allows beside the graphs.
         clock: gives the times.
     """
     built = job_kinds(job)

@@ -385,7 +385,7 @@ class _LinearModule(torch.nn.Module):
     """A linear layer with weight [out, in] of this rank.
 
     Args:
-        input_size, output_size: of the whole layer.
+        input_size, output_size: the sizes of the whole layer.
         parallel: column, row, or none.
         normed: whether the input goes through a norm first.
     """

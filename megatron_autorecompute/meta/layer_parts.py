@@ -52,8 +52,8 @@ def with_parts(job: Job, kinds: Sequence[LayerKind], boundary_bytes: int) -> tup
 
     Args:
         job: with `overlap_moe_expert_parallel_comm`, a GPTModel without MTP depths.
-        kinds: of the whole model.
-        boundary_bytes: of a hidden state between two layers.
+        kinds: the kinds of the whole model.
+        boundary_bytes: the bytes of a hidden state between two layers.
     """
     built = job_kinds(job)
     asked = [next((k for k in kinds if one.layers[0] in k.layers), None) for one in built]

@@ -349,7 +349,7 @@ def build_chunk(
 ) -> torch.nn.Module:
     """One chunk of the job's model, as `meta_step.Build`.
 
-    spec: of a HybridModel's layers; without, they are stand-ins.
+    spec: the spec of a HybridModel's layers; without, they are stand-ins.
     """
     local = job.transformer_impl == "local"
     if local and job.pattern is not None:

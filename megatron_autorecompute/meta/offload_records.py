@@ -125,7 +125,7 @@ def with_whole_layers(job: Job, profile: Profile) -> Profile:
     """The job's profile with a record of `none+offload[cpu_offloading]` for every kind of layer.
 
     Args:
-        job: of the profile; `check_whole_layers` accepts it.
+        job: the job of the profile; `check_whole_layers` accepts it.
         profile: as `profile_job` made it.
     """
     saved = _saved(job)

@@ -90,8 +90,8 @@ def hybridep_bytes(job: Job, ranks: int, domain: int) -> int:
 
     Args:
         job: its tokens and experts.
-        ranks: that exchange tokens.
-        domain: of them in one NVLink domain.
+        ranks: the ranks that exchange tokens.
+        domain: the ranks in one NVLink domain.
     """
     hidden, experts = job.resolved.hidden_size, job.resolved.num_moe_experts
     of_sequence = job.size("context") * (

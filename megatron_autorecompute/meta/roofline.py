@@ -78,9 +78,9 @@ class Links:
         all-to-all sends its parts over link and network at the same time.
 
         Args:
-            name: of the operation in torch's `c10d`.
+            name: the name of the operation in torch's `c10d`.
             whole_bytes: everything that the group exchanges, as one of its ranks sees it.
-            ranks: of the group, by their place in the job.
+            ranks: the ranks of the group, by their place in the job.
             spread: of an all-to-all of tokens by DeepEP or HybridEP: a domain gets one of all
                 copies that are for its ranks and hands it on over its link, and the kernel has none
                 of NCCL's time for each further rank.

@@ -71,9 +71,9 @@ def shapes_exchanged(
     """In this block the fake neighbours of a stage send the shapes of their tensors.
 
     Args:
-        schedule: of the step.
+        schedule: the schedule of the step.
         stage: pipeline rank of this process.
-        shapes: of each microbatch's tensor between stages.
+        shapes: the shape of each microbatch's tensor between stages.
         wide: which of them are larger.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator

@@ -86,7 +86,7 @@ def recorded_step(plan: Plan, path: str | Path, stage: int | None = None) -> Rec
     Args:
         plan: what was planned.
         path: a file of `torch.cuda.memory._dump_snapshot`.
-        stage: of the process that wrote it; None: by the rank in the file's name.
+        stage: the stage of the process that wrote it; None: by the rank in the file's name.
 
     Raises:
         ProfileError: the file is no snapshot with a history, or is damaged.

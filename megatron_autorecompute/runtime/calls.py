@@ -54,7 +54,7 @@ class Calls:
     Args:
         max_tokens: the most tokens of a microbatch on a rank, as the loop packs them; None if it
             has no such limit.
-        most_microbatches: of a plan; a call of more holds no more bytes at any moment.
+        most_microbatches: the most of a plan; a call of more holds no more bytes at any moment.
 
     Raises:
         OptionError: max_tokens is no number of tokens.
@@ -119,8 +119,8 @@ class Calls:
         """Exchange what is known of the next call; returns the worst outcome of the last one.
 
         Args:
-            num_microbatches: of this rank's next call; None if it is not known.
-            outcome: of the last call on this rank.
+            num_microbatches: how many this rank's next call has; None if it is not known.
+            outcome: the outcome of the last call on this rank.
             seen: tokens of the longest microbatch of the last call on this rank.
             routed: the most rows that this rank's experts got in a layer of it.
             missed_bytes: by stage, 0 for all but this rank's.

@@ -73,7 +73,7 @@ def that_hides(
 
     Args:
         plan: in force, past Megatron's warm-up.
-        decisions: of the job.
+        decisions: the decisions of the job.
         in_force: runs plans.
 
     Returns the plan in force: this one, or one without offload if that is faster than this one is

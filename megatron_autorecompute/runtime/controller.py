@@ -222,8 +222,8 @@ class Auto:
         """Around one training call of the schedule, or one training step, on every rank.
 
         Args:
-            tokens: of each microbatch on this rank, if the loop knows; as `tokens` says.
-            num_microbatches: of this call, if the loop knows; ranks may have different ones.
+            tokens: the tokens of each microbatch on this rank, if the loop knows; as `tokens` says.
+            num_microbatches: how many this call has, if the loop knows; ranks may differ.
 
         Raises:
             ApplyError: this object was closed, an error ended it, or a call runs already.

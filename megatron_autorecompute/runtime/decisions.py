@@ -296,7 +296,7 @@ class Decisions:
         uneven than the plan counts on.
 
         Args:
-            plan: that of the last call.
+            plan: the plan of the last call.
             most_routed: rows that the experts of a rank got in some layer of it, the most.
         """
         line = plan.profile.routed_line
@@ -332,7 +332,7 @@ class Decisions:
 
         Args:
             plan: the plan that ran short.
-            outcomes: of every stage: FINE, SHORT or FAILED.
+            outcomes: the outcomes of every stage: FINE, SHORT or FAILED.
             notches: how many notches to go down.
             step: number of the training step, for the plan's notes.
 

@@ -153,7 +153,7 @@ class Measurement:
             room: for every stage, how many layers may leave the leanest choice in one step. By
                 default all; if there is room for none, one on the last stage.
             most_steps: stop after so many steps; choices that are left stay unmeasured.
-            wanted: of the choices, those that are shown.
+            wanted: the choices that are shown.
         """
         steps = itertools.count() if most_steps is None else range(most_steps)
         for policy, _ in zip(self._in_turn(room, wanted), steps, strict=False):
@@ -177,10 +177,10 @@ class Measurement:
         there are too few steps to show all choices otherwise, it is.
 
         Args:
-            microbatches: of a step on one rank, each of which is a sample.
+            microbatches: the microbatches of a step on one rank, each of which is a sample.
             room: as in `policies`.
             most_steps: stop after so many steps.
-            samples: of every choice on a rank, at least.
+            samples: the number of samples of every choice on a rank, at least.
         """
         left = math.inf if most_steps is None else most_steps
         settling = int(self._host is not None)

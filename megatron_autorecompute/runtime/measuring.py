@@ -44,7 +44,7 @@ class Measuring:
     at once leave the leanest policy.
 
     Args:
-        decisions: of the job.
+        decisions: the decisions of the job.
         optimizer: Megatron's.
         applied: the policy in force; switched from step to step.
         guard: around every step.
@@ -90,7 +90,7 @@ class Measuring:
         """Run all measuring steps; returns the profile, with the figures that budgets need.
 
         Args:
-            fingerprint: of the job, for the profile.
+            fingerprint: the fingerprint of the job, for the profile.
             ended_before: number of earlier starts of this job that ran out of memory while
                 measuring; each halves how many layers leave the leanest policy at once.
 

@@ -161,7 +161,7 @@ class OffloadCounter:
 
     Args:
         chunks: the shard's; their layers offload as the policy in force says.
-        clock: of the layers' work.
+        clock: the clock of the layers' work.
         layers: indices of those that may offload; without any, no layer is watched.
     """
 

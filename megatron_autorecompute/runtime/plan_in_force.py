@@ -55,7 +55,7 @@ class PlansByShape:
     """The plans of a loop whose calls differ; every rank makes one in the same way.
 
     Args:
-        decisions: of the job.
+        decisions: the decisions of the job.
         calls: what is known of the next call.
         switch: runs a plan.
     """
@@ -144,7 +144,7 @@ class PlanInForce:
     """The plan that runs in a job; every rank makes one in the same way.
 
     Args:
-        decisions: of the job.
+        decisions: the decisions of the job.
         optimizer: Megatron's.
         applied: the policy in force on the model.
         store: where plans are kept.

@@ -24,7 +24,7 @@ class PlanStore:
 
     Args:
         path: the plan file.
-        fingerprint: of this job, the same on all ranks.
+        fingerprint: the fingerprint of this job, the same on all ranks.
         say: prints on one rank.
 
     Raises:

@@ -32,7 +32,7 @@ def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
 
     Args:
         plan: the plan that runs.
-        decisions: of the job.
+        decisions: the decisions of the job.
         steps: how many training steps are done.
     """
     job = decisions.job
@@ -53,7 +53,7 @@ def report(plan: Plan, decisions: Decisions, peaks: Sequence[int] | None) -> str
 
     Args:
         plan: the plan that runs.
-        decisions: of the job.
+        decisions: the decisions of the job.
         peaks: bytes of every stage in a step under this plan; None if they are not known.
     """
     full = decisions.problem(plan.profile).cost(decisions.leanest)

@@ -233,7 +233,7 @@ def _is_of_device(one: Reading) -> bool:
 class _Factors:
     """How much slower each step was.
 
-    time_of: of a reading; None if it has none.
+    time_of: the time of a reading; None if it has none.
     """
 
     def __init__(self, seen: SamplesByKey, time_of: Callable[[Reading], float | None]) -> None:

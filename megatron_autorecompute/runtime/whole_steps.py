@@ -45,7 +45,7 @@ def residuals_ms(problem: Problem, ranks: Sequence[Sequence[WholeStep]]) -> tupl
     layers.
 
     Args:
-        problem: of a profile whose residual times are 0.
+        problem: the problem of a profile whose residual times are 0.
         ranks: the steps of every rank: at least one each, or none on all.
     """
     by_stage: list[list[float]] = [[] for _ in range(problem.layout.num_stages)]

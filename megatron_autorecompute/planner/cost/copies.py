@@ -108,7 +108,7 @@ class Kept:
         Args:
             stage: the pipeline rank.
             order: (chunk, microbatch) of backwards that have groups.
-            chunks: of the stage.
+            chunks: the chunks of the stage.
         """
         if self.first_step:
             return set()

@@ -32,11 +32,11 @@ class WholeLayerCopies:
     """A model's events and copies, event after event; as `copies.StageCopies`.
 
     Args:
-        units: of the only chunk of the only stage.
+        units: the units of the only chunk of the only stage.
         events: (is backward, chunk, microbatch), in the order of the schedule.
         link: to host memory.
-        forward_ps: of a forward besides its units, at the end.
-        backward_ps: of a backward besides its units, at the end.
+        forward_ps: the time of a forward besides its units, at the end.
+        backward_ps: the time of a backward besides its units, at the end.
 
     Raises PolicyError if other layers leave than the first ones.
     """

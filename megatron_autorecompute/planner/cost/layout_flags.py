@@ -71,7 +71,7 @@ def all_layouts(shape: Layout, most: int) -> list[Layout]:
 def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[str, str]:
     """Megatron's flags that give a layout, name to value; parsed again as a check.
 
-    pattern: of a HybridModel, whose chunks its own flag separates.
+    pattern: the pattern of a HybridModel, whose chunks its own flag separates.
     """
     if pattern is not None:
         return {PATTERN: str(pattern.placed(layout.chunk_layers()))}

@@ -44,7 +44,7 @@ def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
     Args:
         profile: one with lines; another is returned as it is.
         one: the length; layers with experts get as many tokens as `routed_line` says.
-        call_tokens: of all microbatches of a call together, on a rank.
+        call_tokens: the tokens of all microbatches of a call together, on a rank.
     """
     if profile.boundary_line is None:
         return profile
@@ -67,7 +67,7 @@ def _bytes_at(
     Args:
         profile: one with lines.
         one: the length.
-        call_tokens: of the call.
+        call_tokens: the tokens of the call.
         routed: by layer, how many tokens its experts on this rank got; layers that are not named
             got what `routed_line` says.
     """
@@ -165,10 +165,10 @@ class Arrangement:
 
     Args:
         profile: one with lines.
-        layout: of the model.
-        schedule: of the call; its microbatches are those of `lengths`.
+        layout: the layout of the model.
+        schedule: the schedule of the call; its microbatches are those of `lengths`.
         policy: what every layer recomputes.
-        lengths: of each microbatch, in the order in which the schedule runs them.
+        lengths: the length of each microbatch, in the order in which the schedule runs them.
         routed: for each microbatch, how many tokens the experts of a layer on this rank got, by
             layer; empty if this is not known. Layers that are not named got what the profile's
             `routed_line` says.

@@ -73,7 +73,7 @@ def offloaded_step(
 
     Args:
         schedule: the order of events.
-        units: of every stage and chunk.
+        units: the units of every stage and chunk.
         residual: time of every forward and backward besides its units, `[stage, chunk]`.
         link: to host memory.
         kept: which groups stay; by default as Megatron keeps them.

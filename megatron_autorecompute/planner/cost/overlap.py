@@ -65,7 +65,7 @@ def points(
     Args:
         forward: the chunk that runs forward; None: the backward is alone.
         backward: the chunk that runs backward.
-        boundary_bytes: of a hidden state between two layers, or of its gradient.
+        boundary_bytes: the bytes of a hidden state between two layers, or of its gradient.
         last: whether the backward's chunk has no other microbatch in flight. What a layer keeps
             until its next forward then remains after its backward; otherwise a later forward has
             replaced it.
@@ -88,8 +88,8 @@ def idle_bytes(columns: ChunkColumns, boundary_bytes: int, apart: int) -> dict[i
 
     Args:
         columns: the chunk.
-        boundary_bytes: of a hidden state.
-        apart: of the first layer's two how many nothing else counts.
+        boundary_bytes: the bytes of a hidden state.
+        apart: how many of the first layer's two tensors nothing else counts.
     """
     layers = [(number, unit) for number, unit in enumerate(columns.units) if unit.layers]
     return {
@@ -106,7 +106,7 @@ class _Run:
         forward: the chunk that runs forward.
         backward: the chunk that runs backward.
         gradient_bytes: of the chunk's output, which the schedule holds, and of what that keeps.
-        boundary_bytes: of a hidden state.
+        boundary_bytes: the bytes of a hidden state.
         leaves: whether layers keep something after their backward.
         same: whether both are one chunk.
         idle: what units of the forward have kept since their last backward.

@@ -203,7 +203,7 @@ def _defer(
     """Count deferred runs of the output layer, in place, and no boundary tensor that is of one.
 
     Args:
-        counts: of the last stage.
+        counts: the counts of the last stage.
         schedule: whose events they are of.
         deferred: what waits, with what a microbatch's chunk received.
         held: `_held_of_done`.

@@ -257,8 +257,8 @@ def stage_peak(
     Args:
         base: what the stage needs besides activations.
         stage: the pipeline rank.
-        columns: of every chunk.
-        moments: that can be the highest; with copies, those of every event.
+        columns: the columns of every chunk.
+        moments: the moments that can be the highest; with copies, those of every event.
         copies: bytes beside those of records. Of two events side by side the most of the first one
             is added.
     """

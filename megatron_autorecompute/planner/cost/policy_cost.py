@@ -131,7 +131,7 @@ class PolicyCosts:
         profile: what every choice costs.
         layout: which stage and chunk holds which layers.
         schedule: the order of forwards and backwards.
-        percentile: of imbalance, in percent; None takes the records as they are.
+        percentile: the percentile of imbalance, in percent; None takes the records as they are.
 
     Raises: ProfileError if layout and profile disagree.
     """

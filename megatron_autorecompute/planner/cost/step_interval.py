@@ -98,7 +98,7 @@ class StepErrors:
     """Errors of the step of one policy.
 
     Args:
-        costs: of the profile, the layout and the schedule.
+        costs: the costs of the profile, the layout and the schedule.
         policy: made of choices that the profile has records of.
     """
 

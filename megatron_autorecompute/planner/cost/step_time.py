@@ -43,7 +43,7 @@ def replay_ms(
         schedule: the order of events.
         forward_ms: time of one forward, `[stage][chunk]`.
         backward_ms: time of one backward, recompute included, `[stage][chunk]`.
-        ahead_ms: of that the part that begins before the gradient is there; None: nothing.
+        ahead_ms: the part of it that begins before the gradient is there; None: nothing.
 
     Raises PipelineError for wrong shapes and for times that are negative or not finite.
     """
@@ -82,7 +82,7 @@ def finished(schedule: Schedule, forward: Ints, backward: Ints, ahead: Ints | No
         forward: time of one forward, of shape [stage, chunk, ...]; further dimensions are
             candidates that are replayed together. In any unit; see `step_unit`.
         backward: time of one backward, of the same shape and unit.
-        ahead: of that the part that needs no gradient to begin, as soon as the stage is free; None:
+        ahead: the part of it that needs no gradient to begin, as soon as the stage is free; None:
             nothing.
     """
     for part in parts(schedule, forward, backward, ahead):

@@ -113,9 +113,9 @@ def step_ms(
     """Milliseconds of a step; of what begins early it counts what is less of the two clocks.
 
     Args:
-        profile: of both clocks.
+        profile: the profile of both clocks.
         schedule: the order of events.
-        policy: that runs.
+        policy: the policy that runs.
         units: with the device's times, and with the host's.
         residual: what every pass takes besides, on both clocks.
         begins_early: whether marked recompute begins before the gradient is there.

@@ -51,7 +51,7 @@ def bucket_plans(problem: Problem) -> list[BucketPlan]:
     """A plan for every bucket.
 
     Args:
-        problem: of a profile with lines, at the cap.
+        problem: the problem of a profile with lines, at the cap.
     """
     cap = problem.profile.parallelism.seq_length // problem.profile.parallelism.context_parallel
     facts: Mapping[str, float] | None = problem.profile.model.facts.get(LARGEST)

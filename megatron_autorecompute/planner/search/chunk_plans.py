@@ -46,7 +46,7 @@ class Walk:
     """Plans of a chunk from its last unit to its first.
 
     Args:
-        units: of the chunk.
+        units: the units of the chunk.
         pick: what is kept at every place.
         forward: whether the highest point in a forward matters.
     """
@@ -126,8 +126,8 @@ class Pruned:
 
     Args:
         priced: the prices, with their shares at places.
-        weights: of times in what is to be the least, forward and backward.
-        limit: of the whole cost.
+        weights: the weights of times in what is to be the least, forward and backward.
+        limit: the limit of the whole cost.
         width: the most that are kept at a place.
     """
 

@@ -70,7 +70,7 @@ def copy_bounds_ms(problem: Problem, share: float, least_ps: Sequence[int]) -> l
 
     Args:
         problem: with its copies.
-        share: of computing in the mixture.
+        share: the share of computing in the mixture.
         least_ps: of every stage, what no choices that fit go below in the mixture, for one
             microbatch.
     """

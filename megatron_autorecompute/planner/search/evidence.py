@@ -25,8 +25,8 @@ def proven(
     """A policy that fits the problem's budgets as a solution.
 
     Args:
-        problem: that it solves.
-        policy: that fits.
+        problem: the problem that it solves.
+        policy: the policy that fits.
         bound_ms: on the step of all that fit; None where nobody has worked one out.
         others: policies that fit and that the searches of stages do not know.
     """
@@ -63,8 +63,8 @@ def stage_evidence(
     Args:
         problem: with its budgets.
         stage: the pipeline rank.
-        policy: of all layers.
-        cost: of the policy.
+        policy: one choice for every layer.
+        cost: the cost of the policy.
         bound_ms: on how busy the stage is at least; None where nobody has worked one out.
     """
     time_ps, own = _busy_ps(problem, stage, policy), cost.stages[stage]

@@ -23,7 +23,7 @@ class LeastSteps:
     """No choices that fit make a shorter step than is said here; infinite: nothing fits.
 
     Args:
-        problem: of any layout of as many stages and chunks.
+        problem: the problem of any layout of as many stages and chunks.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -54,7 +54,7 @@ class Master:
     """The linear program of one problem.
 
     Args:
-        replay: of its schedule.
+        replay: the replay of its schedule.
         stages: what each may do.
     """
 

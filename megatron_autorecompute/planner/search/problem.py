@@ -42,7 +42,7 @@ class Stages:
         profile: what every choice costs.
         layout: which stage and chunk holds which layers.
         schedule: the order of forwards and backwards.
-        percentile: of imbalance to plan for; None takes the records as they are.
+        percentile: the percentile of imbalance to plan for; None takes the records as they are.
         only: the choices that may be used; None allows every recorded choice.
     """
 

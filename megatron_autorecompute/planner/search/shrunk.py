@@ -61,7 +61,7 @@ def shrunk(
         search: what is best with so many bytes less; None where nothing fits.
         over: bytes by which that exceeds each true budget; negative where it fits.
         worse: what is to be the least.
-        number: of budgets.
+        number: the number of budgets.
         tries: searches at most.
     """
     budgets = [_Budget() for _ in range(number)]

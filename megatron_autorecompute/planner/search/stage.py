@@ -61,9 +61,9 @@ class Stage:
     """One stage's search.
 
     Args:
-        problem: of the stage.
-        tables: that all stages share.
-        stages: of the whole problem, which share the work.
+        problem: the problem of the stage.
+        tables: the tables that all stages share.
+        stages: the stages of the whole problem, which share the work.
     """
 
     def __init__(self, problem: StageProblem, tables: Tables, stages: int) -> None:

@@ -65,9 +65,9 @@ class StagePlans:
     """What one stage may do under its budget.
 
     Args:
-        problem: of the stage; nothing in it side by side.
+        problem: the problem of the stage; nothing in it side by side.
         budget: bytes.
-        plans: of every chunk, which stages with equal chunks share.
+        plans: the plans of every chunk, which stages with equal chunks share.
         lean: choices that fit, `[chunk][position]`.
         work: the stage's share of `WORK`.
     """
@@ -312,8 +312,8 @@ class StagePlans:
         """Plans that fit and cost the least, `[plan, chunk]`, and no more than is left out costs.
 
         Args:
-            costs: of plans that may fit, by chunk.
-            price: of a byte at each moment, which tells where bytes are short.
+            costs: the costs of plans that may fit, by chunk.
+            price: the price of a byte at each moment, which tells where bytes are short.
             more: by how much more all that are listed may cost.
             effort: how many are kept.
         """
@@ -387,10 +387,10 @@ class _Sums:
 
     Args:
         stage: whose plans they are.
-        costs: of plans that may fit, by chunk.
-        price: of a byte at each moment.
+        costs: the costs of plans that may fit, by chunk.
+        price: the price of a byte at each moment.
         picks: which of them are looked at, by chunk.
-        points: of fronts of one chunk, and of several.
+        points: the number of points of fronts of one chunk, and of several.
     """
 
     def __init__(

@@ -92,9 +92,9 @@ class ChunkUnits:
     them. Independent of budget and schedule.
 
     Args:
-        table: of what choices cost.
-        chunk: of the layout.
-        boundary_bytes: of the gradient of its output.
+        table: the table of what choices cost.
+        chunk: the chunk of the layout.
+        boundary_bytes: the bytes of the gradient of its output.
         only: the choices that may be used; None allows every recorded choice.
     """
 

@@ -65,7 +65,7 @@ class StepSearch:
     """The search of one problem under some budgets.
 
     Args:
-        replay: of the schedule.
+        replay: the replay of the schedule.
         stages: the searches of the stages.
         budgets: bytes, of every stage.
     """

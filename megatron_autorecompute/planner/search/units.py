@@ -33,7 +33,7 @@ class Priced:
     """Prices of a chunk's plans, in shares at its places.
 
     Args:
-        units: of the chunk.
+        units: the units of the chunk.
         prices: by column.
         left: of the prices of the highest points the share at each place and all after it,
             `[direction, place]`, from 1 to 0.

@@ -22,7 +22,7 @@ def simpler_within_errors(
     """The fastest policy, or Megatron's best own setting if it is not surely slower.
 
     Args:
-        problem: of both.
+        problem: the problem of both.
         fastest: solved.
         manual: the fastest of Megatron's own settings that fits; None when none does.
 
