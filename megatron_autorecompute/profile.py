@@ -420,8 +420,8 @@ class LayerKind:
     static: StaticBytes | None = None
     """Static bytes of one such layer; needed only to plan layouts that were not measured."""
     checkpoint_ms: Milliseconds = 0.0
-    """Of backward_ms under full: what a checkpoint takes beside its layers. One around several
-    layers takes it once."""
+    """The part of backward_ms under full that a checkpoint takes beside its layers. A checkpoint
+    around several layers takes it once."""
 
     def __post_init__(self) -> None:
         names = [record.choice for record in self.choices]

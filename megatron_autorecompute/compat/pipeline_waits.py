@@ -91,8 +91,8 @@ class _Step:
         return len(self.chunks) - 1 - self.forwards[number]
 
     def next_backward(self, is_last_stage: bool) -> list[Begin]:
-        """Of the microbatch whose backward is the next one. That of the last chunk of all waits for
-        no stage."""
+        """The microbatch whose backward is the next one. The backward of the last chunk of all
+        waits for no stage."""
         chunk = self.chunk_of_backward(self.backwards)
         if chunk is None or (is_last_stage and chunk == len(self.chunks) - 1):
             return []

@@ -786,7 +786,7 @@ def _backend(original: Any, implementation: str) -> Any:
 
 
 def _compiled() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Of functions that Megatron has torch compile."""
+    """The replacements of functions that Megatron has torch compile."""
     yield (
         _module("transformer.mlp"),
         {

@@ -267,7 +267,8 @@ def _parts(run: _Run, boundary_bytes: int, output_stays: bool) -> tuple[PartByte
 def _without_output(
     levels: Mapping[str, tuple[int, int]], boundary_bytes: int
 ) -> dict[str, tuple[int, int]]:
-    """Of a backward; its first part has the output anyway, and its last part the gradient of it."""
+    """A backward's bytes without the output that its first part has anyway, and without the
+    gradient of it that its last part has."""
     names, found = list(levels), {}
     for name, (peak, end) in levels.items():
         less = boundary_bytes * (1 + (name == names[-1]))

@@ -69,7 +69,7 @@ class MetaOffloadCounter(OffloadCounter):
             yield self
 
     def methods(self) -> dict[str, Callable[[Method], Method]]:
-        """As `OffloadCounter` has them, without copies."""
+        """The methods that `OffloadCounter` replaces, without copies."""
         return {**super().methods(), "offload": self._left, "reload": self._back}
 
     def _left(self, _: Method) -> Method:

@@ -295,7 +295,7 @@ def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
 
 
 def _begun_early(plan: Plan) -> Iterator[str]:
-    """Of which layers recompute begins early, and what it saves; nothing if of none."""
+    """The layers whose recompute begins early, and what that saves; nothing if there are none."""
     if plan.policy.is_ahead:
         counts = (
             sum(plan.policy.layers[layer].ahead for chunk in chunks for layer in chunk.layers)

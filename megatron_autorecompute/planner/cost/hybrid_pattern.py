@@ -80,7 +80,7 @@ class HybridPattern:
         return pattern
 
     def placed(self, chunks: Sequence[Sequence[int]]) -> HybridPattern:
-        """The same layers with `|` between these chunks, in model order (MTP depths ignored)."""
+        """This pattern with `|` between these chunks, in model order (MTP depths ignored)."""
         counts = (sum(index < self.num_layers for index in chunk) for chunk in chunks)
         symbols = iter(self.symbols)
         return replace(self, segments=tuple("".join(islice(symbols, n)) for n in counts))

@@ -188,8 +188,8 @@ def _counts(schedule: Schedule, stage: int, overlap_p2p: bool, deallocated: bool
 
 
 def _held_of_done(schedule: Schedule, stage: int, overlap_p2p: bool, deallocated: bool) -> Ints:
-    """Of the boundary tensors those that the last chunk received of microbatches whose backward
-    has run, and gradients of these: `[microbatch, from, until]`."""
+    """The boundary tensors that the last chunk received of microbatches whose backward has run, and
+    the gradients of these: `[microbatch, from, until]`."""
     if schedule.num_chunks > 1:
         return BoundTensors(schedule, stage, overlap_p2p, deallocated).after_backward()
     owners = enumerate(_one_chunk(schedule, stage, deallocated))

@@ -32,7 +32,7 @@ _LEVEL, _LEVELS_A_RUNG = 1.01, 2
 """So much more memory has each level, from the least to where nothing binds."""
 
 _STARTS = 2
-"""Of the same rung for all stages, beside what the level below found."""
+"""The starts with one rung for all stages, beside what the level below found."""
 
 
 def with_early(problem: Problem, found: Solution) -> Solution:
@@ -145,7 +145,7 @@ class _Levels:
         return best_of_all
 
     def _steps(self, times: Ints, chosen: Ints) -> Ints:
-        """Of rungs `[..., stage]`, in the unit."""
+        """The steps of rungs `[..., stage]`, in the unit."""
         own = times[chosen, np.arange(chosen.shape[-1])].reshape(-1, *times.shape[1:])
         forward, backward, ahead = np.moveaxis(own, (2, 0), (0, -1)) // self._unit
         found: Ints = finished(self._problem.schedule, forward, backward, ahead).max(axis=0)

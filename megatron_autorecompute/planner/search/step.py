@@ -42,10 +42,11 @@ CHUNKS = 12
 _SMALL = 256
 """Chunks of all stages up to which more is tried."""
 _NEARNESS = (0.01, 0.03, 0.1, 0.3)
-"""Of plans to the fractional times, against their price. Without them interleaved steps are up to
-0.4% longer, with one of them up to 0.15%."""
+"""The weights of plans' nearness to the fractional times, against their price. Without them
+interleaved steps are up to 0.4% longer, with one of them up to 0.15%."""
 _SLOPES = (2.0, 16.0)
-"""Of weights that rise from chunk to chunk. Without them an interleaved step was 0.8% longer."""
+"""The slopes of weights that rise from chunk to chunk. Without them an interleaved step was 0.8%
+longer."""
 _EXCHANGED = 64
 """Exchanges of two chunks that are tried at once."""
 

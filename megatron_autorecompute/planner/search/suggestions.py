@@ -212,7 +212,8 @@ def _more_tp(problem: Problem) -> Change | None:
 
 
 def _times_microbatches(problem: Problem) -> int:
-    """Of the same GPUs, if they are known to hold the model an even number of times."""
+    """The factor on microbatches: for the same GPUs if they hold the model an even number of times,
+    else for twice the GPUs."""
     shape, num_gpus = problem.profile.parallelism, problem.profile.num_gpus
     stages = problem.layout.num_stages
     holders = (

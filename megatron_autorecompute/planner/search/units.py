@@ -147,7 +147,7 @@ def _heights(priced: Priced, policies: Sequence[LayerPolicy]) -> Floats:
 
 
 def _best_shares(cuts: Floats, places: int) -> tuple[Floats, float]:
-    """As `Priced.left` has them, the shares where the cheapest plan costs most; and its cost."""
+    """The shares where the cheapest plan costs most, in the form of `Priced.left`, and its cost."""
     scale = float(np.abs(cuts).max()) or 1.0
     rows = np.hstack([-cuts[:, :-1] / scale, np.ones((len(cuts), 1))])
     whole = np.kron(np.eye(2, 3), np.ones((1, places)))[:, : 2 * places + 1]
