@@ -50,7 +50,7 @@ def uneven_layouts(shape: Layout) -> Iterator[Layout]:
     alone = shape.num_stages == 2 and chunks > 1
     for first in range(chunks, layers, chunks):
         for last in [None] if alone else range(chunks, layers - first + 1, chunks):
-            layout = _uneven(shape, first, last)
+            layout = uneven_layout(shape, first, last)
             if layout is not None:
                 yield layout
 
@@ -78,14 +78,14 @@ def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[s
     layers = layers_per_stage(layout)
     first, last = layers[0], layers[-1] - layout.mtp_num_layers
     chunks = {CHUNKS: str(layout.num_chunks)} if layout.num_chunks > 1 else {}
-    if _uneven(layout, first, last) == layout:
+    if uneven_layout(layout, first, last) == layout:
         return {FIRST: str(first), LAST: str(last), **chunks}
-    if layout.num_stages == 2 and _uneven(layout, first, None) == layout:
+    if layout.num_stages == 2 and uneven_layout(layout, first, None) == layout:
         return {FIRST: str(first), **chunks}
     return {TEXT: _text(layout)}
 
 
-def _uneven(shape: Layout, first: int, last: int | None) -> Layout | None:
+def uneven_layout(shape: Layout, first: int, last: int | None) -> Layout | None:
     """The uneven layout of so many layers, stages and chunks; None if Megatron refuses these."""
     try:
         return Layout.from_flags(

@@ -299,11 +299,6 @@ class StageChoice:
     """Lower bound: no choices that fit are faster than this."""
 
     @property
-    def runs(self) -> int:
-        """Runs of equal choices, counted per chunk."""
-        return sum(map(runs, self.policies))
-
-    @property
     def gap(self) -> float:
         """(time - bound) / time; 0 is proven optimal."""
         return (self.time_ps - self.bound_ps) / self.time_ps if self.time_ps else 0.0

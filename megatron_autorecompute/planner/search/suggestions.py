@@ -18,6 +18,7 @@ from megatron_autorecompute.planner.cost.layout_flags import (
     FIELDS,
     layers_per_stage,
     layout_flags,
+    uneven_layout,
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.problem import Problem
@@ -166,14 +167,9 @@ def _nearest(asked: Layout) -> Iterator[Layout]:
     nearest = heapq.nsmallest(_NEAREST_LAYOUTS, middles, key=least_moved)
     found = itertools.chain.from_iterable(map(sizes, nearest))
     for _, at_first, at_last in heapq.nsmallest(_NEAREST_LAYOUTS, found):
-        yield Layout.from_flags(
-            asked.num_layers,
-            asked.num_stages,
-            chunks,
-            mtp_num_layers=asked.mtp_num_layers,
-            num_layers_in_first_pipeline_stage=at_first,
-            num_layers_in_last_pipeline_stage=None if alone else at_last,
-        )
+        layout = uneven_layout(asked, at_first, None if alone else at_last)
+        if layout is not None:
+            yield layout
 
 
 def _more_stages(problem: Problem) -> Change | None:
