@@ -18,6 +18,7 @@ from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.jobs import add_gpu, add_job, named_gpu, read_job
 from megatron_autorecompute.cli.output import (
     add_json,
+    add_output,
     add_verbose,
     console,
     output_file,
@@ -27,7 +28,7 @@ from megatron_autorecompute.cli.output import (
     without_effect,
 )
 from megatron_autorecompute.cli.profile_view import profile_view
-from megatron_autorecompute.cli.values import file, number_of_gib
+from megatron_autorecompute.cli.values import number_of_gib
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.job import Job
@@ -95,13 +96,7 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--sensitivity", action="store_true", help="also plan with each share 20%% higher or lower"
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=file,
-        metavar="P.json",
-        help=f"file to write (default: a new {DEFAULT_OUTPUT}); - prints it",
-    )
+    add_output(parser, "P.json", f"file to write (default: a new {DEFAULT_OUTPUT}); - prints it")
     add_json(parser)
     add_verbose(parser)
 

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.throughput import throughput_words
+from megatron_autorecompute.cli.values import file
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.planner.launch_lines import launch_lines
@@ -28,6 +29,11 @@ from megatron_autorecompute.report import terminal
 def add_json(parser: ArgumentParser) -> None:
     """Add the flag `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def add_output(parser: ArgumentParser, metavar: str, help: str) -> None:
+    """Add the flag `-o`, which `output_file` reads."""
+    parser.add_argument("-o", "--output", type=file, metavar=metavar, help=help)
 
 
 def add_verbose(parser: ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from megatron_autorecompute.cli.estimate import budget_words, check_lengths, def
 from megatron_autorecompute.cli.jobs import as_typed, command_with
 from megatron_autorecompute.cli.output import (
     add_json,
+    add_output,
     add_verbose,
     console,
     output_file,
@@ -27,7 +28,7 @@ from megatron_autorecompute.cli.output import (
 )
 from megatron_autorecompute.cli.pipeline import MICRO_BATCH_SIZE, SPLIT, SPLIT_OF_FIELD
 from megatron_autorecompute.cli.problem import Source, add_problem, problems, read_source
-from megatron_autorecompute.cli.values import budgets, file, sizes
+from megatron_autorecompute.cli.values import budgets, sizes
 from megatron_autorecompute.cli.verify import add_runs, as_data, conclude, verified
 from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.planner.cost.lengths import varies
@@ -71,13 +72,7 @@ class PlanCommand(Command):
             metavar="B,B,...",
             help="also search the micro-batch size; give one --profile for each size",
         )
-        parser.add_argument(
-            "-o",
-            "--output",
-            type=file,
-            metavar="PLAN.json",
-            help="file to write; - prints the plan",
-        )
+        add_output(parser, "PLAN.json", "file to write; - prints the plan")
         parser.add_argument(
             "--verify", action="store_true", help="also run Megatron's own schedule under the plan"
         )

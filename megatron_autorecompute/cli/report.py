@@ -13,9 +13,9 @@ from rich.progress import TaskID
 
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import output_file, progress_bars
+from megatron_autorecompute.cli.output import add_output, output_file, progress_bars
 from megatron_autorecompute.cli.throughput import throughput_words
-from megatron_autorecompute.cli.values import at_least, file
+from megatron_autorecompute.cli.values import at_least
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.planner.plan import Plan
@@ -33,13 +33,7 @@ class ReportCommand(Command):
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the paths of plan and page."""
         parser.add_argument("plan", metavar="PLAN.json")
-        parser.add_argument(
-            "-o",
-            "--output",
-            type=file,
-            metavar="PLAN.html",
-            help="file to write (default: beside the plan); - prints it",
-        )
+        add_output(parser, "PLAN.html", "file to write (default: beside the plan); - prints it")
         parser.add_argument(
             "--snapshot",
             type=Path,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
-from megatron_autorecompute.cli.output import output_file
-from megatron_autorecompute.cli.values import file
+from megatron_autorecompute.cli.output import add_output, output_file
 from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.trace import measured_note, trace_json
@@ -25,12 +24,10 @@ class TraceCommand(Command):
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the paths of plan and trace."""
         parser.add_argument("plan", metavar="PLAN.json")
-        parser.add_argument(
-            "-o",
-            "--output",
-            type=file,
-            metavar="FILE",
-            help="file to write, compressed if it ends with .gz (default: PLAN.trace.json.gz "
+        add_output(
+            parser,
+            "FILE",
+            "file to write, compressed if it ends with .gz (default: PLAN.trace.json.gz "
             "beside the plan); - prints it",
         )
 

@@ -30,8 +30,6 @@ from megatron_autorecompute.planner.plan import Plan
 from tests.default_model import flags, layers
 from tests.hybrid_models import HAVE_HYBRID, runnable
 
-# Importing megatron-core 0.19 warns of a model that nobody here uses.
-pytestmark = pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning")
 ROOT = Path(__file__).parents[2]
 PATTERN = "--hybrid-layer-pattern"
 SIZES = [

@@ -9,11 +9,7 @@ from megatron_autorecompute.compat import lost_step
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from tests.support import microbatch, tiny_config, tiny_gpt
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning"),
-    pytest.mark.usefixtures("one_rank"),
-]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def test_an_interrupted_step_is_freed_though_layers_keep_their_checkpoints():

@@ -307,7 +307,6 @@ def switched_on(layer):
         ("D", DSA, {0: {"layernorm"}}),
     ],
 )
-@pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning")
 def test_every_family_has_the_modules_that_megatron_builds_it_with(pattern, fields, quantised):
     """quantised: layers where, under fp8, a module saves its input as it is for a recompute."""
     asked, marked = job(pattern, **fields), []

@@ -30,10 +30,7 @@ from tests.support import (
 )
 
 # 0.16's TransformerConfig warns of its own default, 0.19 where no launcher has set RANK.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:Could not determine rank:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank:UserWarning")
 
 MICROBATCHES = (1, 2, 3, 5, 8, 13, 16, 24, 33, 64)
 

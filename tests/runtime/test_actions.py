@@ -13,12 +13,7 @@ from tests.default_model import tiny_model
 from tests.runtime.test_copies import groups_are_shared, in_force, pickled  # noqa: F401
 from tests.support import microbatch, one_step, tiny_config
 
-pytestmark = [
-    # TransformerConfig warns of its own default (0.16), and of core_attn without fused attention.
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
-    pytest.mark.usefixtures("one_rank"),
-]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 MODULES = ("core_attn", "layernorm", "mlp")
 ACTIONS = 16

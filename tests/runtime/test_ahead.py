@@ -10,12 +10,6 @@ from megatron_autorecompute.errors import PolicyError
 from testing.ranks import run_ranks
 from tests.support import one_step, start_parallel, tiny_config, tiny_gpt
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
-    pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning"),
-]
-
 TEXTS = ("full+ahead", "full+all+ahead", "full/2+ahead", "full+keep[core_attn]+ahead")
 
 

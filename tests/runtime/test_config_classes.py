@@ -18,12 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_autorecompute.errors import PolicyError
 
-pytestmark = [
-    # TransformerConfig warns of its own default (0.16), and of core_attn without fused attention.
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
-    pytest.mark.usefixtures("one_rank"),
-]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4}
 # Megatron's default init methods are closures, which are neither equal nor pickled.

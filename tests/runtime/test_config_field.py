@@ -15,12 +15,7 @@ from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from tests.gloo import collectives_on_copies
 from tests.support import microbatch, one_step, tiny_config, tiny_gpt
 
-pytestmark = [
-    # TransformerConfig warns of its own default (0.16), and of core_attn without fused attention.
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
-    pytest.mark.usefixtures("one_rank"),
-]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 MIX = "full/2*2,selective[core_attn+layernorm],none"
 

@@ -23,13 +23,7 @@ from testing.ranks import run_ranks
 from tests.default_model import tiny_model
 from tests.support import microbatch, one_step, seen_twice, start_parallel, tiny_config
 
-pytestmark = [
-    # TransformerConfig warns of its own default (0.16), and of core_attn without fused attention.
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
-    pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning"),
-    pytest.mark.usefixtures("one_rank"),
-]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def policy_of(text, num_layers=4):

@@ -23,14 +23,6 @@ from tests.support import (
     tiny_gpt,
 )
 
-pytestmark = [
-    # TransformerConfig warns of its own default (0.16), and of core_attn without fused attention.
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
-    # Importing megatron-core 0.19 warns of a model that nobody here uses.
-    pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning"),
-]
-
 SHARED_EXPERTS = {"moe_shared_expert_intermediate_size": 64}
 
 

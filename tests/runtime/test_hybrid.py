@@ -18,9 +18,6 @@ from tests.mamba_kernels import chunk_scan, recurrence
 from tests.support import microbatch, one_step, start_parallel, tiny_config, tiny_gpt
 
 pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
-]
 
 
 def counted(models):

@@ -17,12 +17,6 @@ from tests.grouped_experts import grouped_experts
 from tests.hybrid_models import HAVE_HYBRID, hybrid_chunks, hybrid_config, runnable
 from tests.support import one_step, start_parallel, tiny_config, tiny_gpt
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
-    pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning"),
-]
-
 ATTENTION = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 EXPERTS = (*ATTENTION, "expert_fc1", "moe_act")
 SHARED = {"moe_grouped_gemm": True, "moe_shared_expert_intermediate_size": 64}

@@ -279,7 +279,6 @@ def test_a_lost_step_between_pipeline_stages_leaves_no_trace(chunks):
 
 
 @pytest.mark.any_version
-@pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning")
 def test_a_recompute_begun_in_a_wait_leaves_no_trace_either():
     sizes = {"pipeline_model_parallel_size": 2}
     places = [Failure(0, "again", microbatch, layer=0) for microbatch in (0, 3)]

@@ -20,13 +20,7 @@ from tests.support import (
     tiny_gpt,
 )
 
-pytestmark = [
-    # TransformerConfig warns of its own default (0.16), and of core_attn without fused attention.
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
-    pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning"),
-    pytest.mark.usefixtures("one_rank"),
-]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 # ------------------------------------------------------------------ forwards beside the schedule's

@@ -27,12 +27,7 @@ from tests.support import (
     tiny_gpt,
 )
 
-pytestmark = [
-    pytest.mark.usefixtures("one_rank"),
-    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
-    pytest.mark.filterwarnings("ignore:If you are using transformer_engine:UserWarning"),
-    pytest.mark.filterwarnings("ignore:MimoModelConfig is experimental:UserWarning"),
-]
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.fixture
