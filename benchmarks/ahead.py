@@ -65,7 +65,7 @@ Written by `python -m benchmarks.ahead`.
 
 Real pipelines: {LAYERS} layers a stage, each {LAYER_MS:.0f} ms of sleep in a forward and twice that
 in a backward, on the first stage that many times longer; the shortest of {REPEATS} steps.
-Predicted: what the replay says is saved.
+Saved and predicted: shares of the step with `full`, real and replayed.
 
 {{}}
 Plans in the model, without and with `--choices ahead`:
@@ -153,25 +153,31 @@ def measured(pp: int, vpp: int | None, num_microbatches: int, first: int) -> lis
     return [min(found[text]) for text in texts]
 
 
-def predicted_ms(pp: int, vpp: int | None, num_microbatches: int, first: int) -> float:
-    """What the replay says is saved."""
+def predicted(pp: int, vpp: int | None, num_microbatches: int, first: int) -> float:
+    """The share of the step with `full` that the replay says is saved."""
     v = vpp or 1
     schedule, own = Schedule(pp, v, num_microbatches), LAYER_MS * LAYERS / v
     times = np.array([first, *[1] * (pp - 1)])[:, None] * np.full(v, own)
     forward, backward, ahead = times, 3 * times, times.copy()
     ahead[-1, -1] = 0
     plain = replay_ms(schedule, forward, backward)
-    return plain - replay_ms(schedule, forward, backward, ahead)
+    return 1 - replay_ms(schedule, forward, backward, ahead) / plain
 
 
 def pipelines() -> Iterator[tuple[Any, ...]]:
     """The rows of the first table."""
     for pp, vpp, m, first in CASES:
         plain, early = run_ranks(measured, pp, pp, vpp, m, first, timeout_s=600)[0]
-        saved, said = plain - early, predicted_ms(pp, vpp, m, first)
-        times = (f"{ms:.0f}" for ms in (plain, early, saved, said))
-        share = f"{saved / said:.2f}" if said else "-"
-        yield (pp, vpp or 1, m, f"x{first}", *times, share)
+        yield row(pp, vpp, m, first, plain, early)
+
+
+def row(
+    pp: int, vpp: int | None, num_microbatches: int, first: int, plain: float, early: float
+) -> tuple[Any, ...]:
+    """Of the table, from the steps in ms with `full` and with `full+ahead`."""
+    saved, said = 1 - early / plain, predicted(pp, vpp, num_microbatches, first)
+    times = f"{plain:.0f}", f"{early:.0f}", f"{saved:.2%}", f"{said:.2%}"
+    return (pp, vpp or 1, num_microbatches, f"x{first}", *times, f"{saved / said:.2f}")
 
 
 def plans() -> Iterator[tuple[Any, ...]]:

@@ -1,6 +1,7 @@
 """The step against its definition written out, and known cases."""
 
 import math
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.step_time import finished, replay_ms
+from tests.planner import posts_and_waits
 from tests.planner.definitions import finish_by_plain_replay
 from tests.planner.random_schedules import schedules, times
 
@@ -35,6 +37,21 @@ def test_a_recompute_begins_as_soon_as_its_stage_is_free(schedule, data):
     expected = finish_by_plain_replay(schedule, forward, backward, early)
     assert finished(schedule, forward, backward, early).tolist() == expected
     assert max(expected) <= finished(schedule, forward, backward).max()
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(3, 2, 6), (4, 2, 4), (4, 2, 8), (4, 5, 8), (8, 2, 16)])
+def test_replay_equals_what_megatron_posts_and_waits_for(p, v, m):
+    rng = random.Random(f"{p} {v} {m}")
+    for spread in (0, 10, 100, 400) * 5:
+        forward, early, rest = (
+            np.array([[1000 + rng.randint(-spread, spread) for _ in range(v)] for _ in range(p)])
+            for _ in range(3)
+        )
+        early[-1, -1] = 0
+        backward = early + 2 * rest
+        expected = posts_and_waits.ends(p, v, m, forward, backward, early)
+        found = finished(Schedule(p, v, m), forward, backward, early)
+        assert found.max() == max(expected)
 
 
 @settings(max_examples=60)
