@@ -27,7 +27,7 @@ from megatron_autorecompute.errors import ApplyError, OptionError
 from megatron_autorecompute.megatron_fields import NO_RECOMPUTE
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.apply import HOLDER_KEY
-from megatron_autorecompute.runtime.auto_options import ALL_CHOICES, AutoOptions
+from megatron_autorecompute.runtime.auto_options import AHEAD_CHOICES, AutoOptions
 from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.controller import Auto
 from megatron_autorecompute.runtime.job_facts import FixedCalls, JobFacts, Program
@@ -46,7 +46,7 @@ def attach(
     reserve_gib: float | None = None,
     plan_path: str | None = None,
     replace_recompute: bool = False,
-    recompute_choices: str = ALL_CHOICES,
+    recompute_choices: str = AHEAD_CHOICES,
     allow_offload: FixedCalls | None = None,
     say: Callable[[str], None] = print,
     program: Program | None = None,
@@ -67,7 +67,7 @@ def attach(
         replace_recompute: whether recompute that the model's config sets is replaced until
             `close`. If False, such a config is refused.
         recompute_choices: "megatron" measures and plans only what Megatron's own checkpoints can
-            run; "all" also what they lack.
+            run; "all" also what they lack; "ahead" also recompute that begins early.
         allow_offload: what every training call has, in a loop whose calls are all alike. Then
             Megatron's fine-grained activation offloading is also measured and planned, and a step
             is the whole training step with its update: put `with auto.step():` around it.
@@ -82,7 +82,7 @@ def attach(
             limit passed.
         AutorecomputeError: as `Auto`.
     """
-    choices = None if recompute_choices == ALL_CHOICES else recompute_choices
+    choices = None if recompute_choices == AHEAD_CHOICES else recompute_choices
     given = max_tokens, budget_gib, reserve_gib, plan_path, choices, allow_offload
     if program is not None and any(each is not None for each in given):
         raise OptionError(

@@ -20,7 +20,7 @@ from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, StageRecord
 from megatron_autorecompute.runtime.host_memory import machine_bytes
 from megatron_autorecompute.units import GIB, gib
 
-ALL_CHOICES, MEGATRONS_CHOICES = "all", "megatron"
+AHEAD_CHOICES, ALL_CHOICES, MEGATRONS_CHOICES = "ahead", "all", "megatron"
 """Values of `recompute_choices`."""
 PLAN_FILE = "recompute-plan.json"
 """Name of the plan in the folder of `--save`."""
@@ -68,8 +68,9 @@ class AutoOptions:
         False, "measure, print the plan, and exit without training on"
     )
     recompute_choices: str = option(
-        ALL_CHOICES,
-        "all, or megatron: every policy runs Megatron's own checkpoints, which also rerun what no "
+        AHEAD_CHOICES,
+        "ahead, all or megatron. With all, no recompute begins while a stage waits for a gradient. "
+        "With megatron, every policy runs Megatron's own checkpoints, which also rerun what no "
         "backward reads, and auto measures and plans only these",
     )
     recompute_allow_offload: bool = option(
@@ -99,10 +100,10 @@ class AutoOptions:
                 f"--recompute-imbalance-percentile {self.recompute_imbalance_percentile:g}: a "
                 "percentile is above 0 and at most 100, such as 99."
             )
-        if self.recompute_choices not in (ALL_CHOICES, MEGATRONS_CHOICES):
+        if self.recompute_choices not in (AHEAD_CHOICES, ALL_CHOICES, MEGATRONS_CHOICES):
             raise OptionError(
-                f"{self.CHOICES} {self.recompute_choices!r}: give {ALL_CHOICES} or "
-                f"{MEGATRONS_CHOICES}."
+                f"{self.CHOICES} {self.recompute_choices!r}: give {AHEAD_CHOICES}, {ALL_CHOICES} "
+                f"or {MEGATRONS_CHOICES}."
             )
         if self.recompute_measure_steps < 1:
             raise OptionError(

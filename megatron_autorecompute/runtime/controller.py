@@ -28,6 +28,7 @@ from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime import offload_choices
 from megatron_autorecompute.runtime.apply import apply, blocks
 from megatron_autorecompute.runtime.auto_options import (
+    AHEAD_CHOICES,
     MEGATRONS_CHOICES,
     AutoOptions,
     refuse_beyond_device,
@@ -137,8 +138,8 @@ class Auto:
         encoder = {"encoder_layers": str(encoder_layers)} if encoder_layers else {}
         device = "CPU" if self.job.without_cuda else torch.cuda.get_device_name()
         offload = {"offload": "allowed"} if self.options.recompute_allow_offload else {}
-        own = self.options.recompute_choices == MEGATRONS_CHOICES
-        offload |= {"choices": MEGATRONS_CHOICES} if own else {}
+        asked = self.options.recompute_choices
+        offload |= {} if asked == AHEAD_CHOICES else {"choices": asked}
         given = {**shapes, **self.job.shapes, **encoder, **offload, "device": device}
         return fingerprint(self.shard.chunks, self.optimizer, self.shard.layout, given)
 

@@ -20,6 +20,7 @@ from megatron_autorecompute.planner.search.within_errors import without_gave_way
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile, with_missed_bytes
 from megatron_autorecompute.runtime.auto_options import (
+    AHEAD_CHOICES,
     AutoOptions,
     budget_bytes,
     budget_reason,
@@ -88,8 +89,9 @@ class Decisions:
         return on_rank_0(lambda: self._made(problem, notes))
 
     def _made(self, problem: Problem, notes: Sequence[str]) -> Plan:
-        can = rules.is_allowed(self.shard.config, LayerPolicy("full", ahead=True))
-        return plan_early_if_it_pays(problem, notes) if can else make_plan(problem, notes=notes)
+        asked = self.options.recompute_choices == AHEAD_CHOICES
+        early = asked and rules.is_allowed(self.shard.config, LayerPolicy("full", ahead=True))
+        return plan_early_if_it_pays(problem, notes) if early else make_plan(problem, notes=notes)
 
     def _at_least_lean(self, budgets: Sequence[int], lean: Sequence[int]) -> list[int]:
         for stage, (budget, least) in enumerate(zip(budgets, lean, strict=True)):
@@ -325,6 +327,7 @@ class Decisions:
 
     def less(self, plan: Plan, outcomes: Sequence[int], notches: int, step: int) -> Plan | None:
         """The best plan that needs less on the stages that ran short; the same on every rank.
+        No recompute begins early in it.
 
         A notch is a part of the way from the stage's peak to what its leanest policy needs. The
         budget stays the same. Instead, bytes are added to the stage's residual, so that a restart,
@@ -355,7 +358,7 @@ class Decisions:
         if len(notes) == len(plan.notes):
             return None
         problem = self.problem(replace(plan.profile, stages=tuple(stages)), plan.budget_bytes)
-        return self._made(problem, without_gave_way(notes))
+        return make_plan(problem, notes=without_gave_way(notes))
 
 
 def _tokens(profile: Profile) -> int:

@@ -61,10 +61,15 @@ def finished(forking, tmp_path_factory):
     return folder, printed.getvalue()
 
 
+def without_ahead(comparison):
+    """Its rows, without the one that is there if times make a plan differ."""
+    return [row for row in comparison.rows() if row.name != "ours, recompute ahead"]
+
+
 def test_every_row_of_the_table_is_there_and_timed(finished):
     folder, printed = finished
     comparison = Comparison.load(folder / "comparison.json")
-    families = [row.family for row in comparison.rows()]
+    families = [row.family for row in without_ahead(comparison)]
     assert families == ["none", "selective", "full", "skips", "manual", "ours"]
     assert all(len(row.step_ms) == 2 for row in comparison.rows())
     assert comparison.complete
@@ -73,7 +78,7 @@ def test_every_row_of_the_table_is_there_and_timed(finished):
 
 def test_none_exceeds_the_budget_and_full_wastes_it(finished):
     comparison = Comparison.load(finished[0] / "comparison.json")
-    none, _, full, skips, manual, ours = comparison.rows()
+    none, _, full, skips, manual, ours = without_ahead(comparison)
     assert comparison.exceeds(none)
     assert max(full.peak_bytes) < comparison.budget_bytes
     assert skips.peak_bytes == pytest.approx(full.peak_bytes, rel=0.002)  # costs no byte
@@ -82,7 +87,7 @@ def test_none_exceeds_the_budget_and_full_wastes_it(finished):
 
 
 def test_our_peak_is_what_the_plan_said(finished):
-    ours = Comparison.load(finished[0] / "comparison.json").rows()[-1]
+    ours = without_ahead(Comparison.load(finished[0] / "comparison.json"))[-1]
     for measured, predicted in zip(ours.peak_bytes, ours.predicted_peak_bytes, strict=True):
         assert predicted == pytest.approx(measured, rel=0.02)
 
@@ -113,9 +118,10 @@ def test_every_setting_of_megatrons_was_tried_or_has_a_reason(finished):
 def test_the_files_around_the_record_are_written(finished):
     folder, _ = finished
     assert (folder / "comparison.png").read_bytes()[:4] == b"\x89PNG"
-    assert (folder / "comparison.md").read_text().count("\n| ") == 8
-    plan = Plan.load(folder / "plan.json")
-    ours = Comparison.load(folder / "comparison.json").rows()[-1]
+    comparison = Comparison.load(folder / "comparison.json")
+    rows = comparison.rows()
+    assert (folder / "comparison.md").read_text().count("\n| ") == 2 + len(rows)
+    plan, ours = Plan.load(folder / "plan.json"), without_ahead(comparison)[-1]
     assert plan.policy.format() == ours.policy
 
 

@@ -55,7 +55,7 @@ def test_megatrons_choices_alone_are_measured_on_demand(one_rank):
     from megatron_autorecompute.errors import OptionError
 
     job = SmallGPT()
-    with pytest.raises(OptionError, match="recompute_choices 'none': give all or megatron"):
+    with pytest.raises(OptionError, match="recompute_choices 'none': give ahead, all or megatron"):
         attach(job.chunks, job.optimizer, budget_gib=1, recompute_choices="none")
     for given, theirs in (("megatron", True), ("all", False)):
         auto = attach(job.chunks, job.optimizer, budget_gib=1, recompute_choices=given)

@@ -61,6 +61,7 @@ def trained(path, waited_ms, steps, attached=False):
         recompute_plan_path=path,
         recompute_measure_steps=MEASURE_STEPS,
         recompute_allow_offload=True,
+        recompute_choices="all",
     )
     said, losses, peaks = [], [], []
     facts = JobFacts(
@@ -82,7 +83,8 @@ def trained(path, waited_ms, steps, attached=False):
     with offloading.without_cuda(), watch, work, clock, few:
         if attached:
             given = {"budget_gib": BUDGET_GIB, "plan_path": path, "say": said.append}
-            auto = attach(job.chunks, job.optimizer, allow_offload=CALLS, **given)
+            given |= {"allow_offload": CALLS, "recompute_choices": "all"}
+            auto = attach(job.chunks, job.optimizer, **given)
         else:
             auto = Auto(job.chunks, job.optimizer, options, facts)
         for _ in range(steps):
@@ -114,6 +116,7 @@ def test_a_plan_that_offloads_runs_after_its_warm_up_within_its_budget(auto):
         assert peak.bytes - peak.breakdown.copy_bytes <= rank["peaks"][-1] < 1.001 * peak.bytes
         assert rank["links"][0] == ranks[0]["links"][0] != plan.profile.host_link
     assert "+offload[" in plan.policy.format()
+    assert not plan.policy.is_ahead  # as asked; with all choices it would be
     [said] = [line for line in ranks[0]["said"] if "Offload stays" in line]
     found = re.search(r"host memory: (\S+) GiB on a rank of stage \d+, (\S+) GiB predicted", said)
     assert float(found[1]) == pytest.approx(float(found[2]), rel=0.01)
