@@ -91,8 +91,8 @@ class _Step:
         return len(self.chunks) - 1 - self.forwards[number]
 
     def next_backward(self, is_last_stage: bool) -> list[Begin]:
-        """The microbatch whose backward is the next one. The backward of the last chunk of all
-        waits for no stage."""
+        """What may begin early of the microbatch whose backward is next. The backward of the last
+        chunk of all waits for no stage."""
         chunk = self.chunk_of_backward(self.backwards)
         if chunk is None or (is_last_stage and chunk == len(self.chunks) - 1):
             return []
@@ -104,9 +104,6 @@ class _Watch:
     """Functions of Megatron's, replaced until `stop`. A failure in one of them ends the step. They
     are the schedules' `forward_step` and `backward_step`, and the functions of the communication
     that post requests and wait for them.
-
-    Replaced are the schedules' `forward_step` and `backward_step`, and of the communication what
-    posts requests and what waits for them.
     """
 
     def __init__(self) -> None:
