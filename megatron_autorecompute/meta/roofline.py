@@ -27,7 +27,7 @@ from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.devices import Device, Efficiency
 
 RING = "broadcast_"
-"""A step of ring attention, which `context_parallel` writes so."""
+"""A step of ring attention, which `meta.attention` writes so."""
 ALLTOALL = "alltoall_base_"
 _TOKENS = 1 << 14
 """The number of tokens with random scores; it gives 1%."""

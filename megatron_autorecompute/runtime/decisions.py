@@ -340,7 +340,7 @@ class Decisions:
             step: number of the training step, for the plan's notes.
 
         Returns:
-            None if no stage that ran short can go lower.
+            None if no stage that ran short can go lower, and nothing began early.
         """
         lean = self.lean_peaks(plan.profile)
         stages, notes = list(plan.profile.stages), list(plan.notes)
@@ -356,7 +356,9 @@ class Decisions:
                 f"step {step}: stage {stage} short of memory, went down by {gib(notch)} GiB"
             )
         if len(notes) == len(plan.notes):
-            return None
+            if not plan.policy.is_ahead:
+                return None
+            notes.append(f"step {step}: short of memory, so no recompute begins early any more")
         problem = self.problem(replace(plan.profile, stages=tuple(stages)), plan.budget_bytes)
         return make_plan(problem, notes=without_gave_way(notes))
 

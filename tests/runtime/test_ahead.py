@@ -2,12 +2,21 @@
 
 import copy
 import gc
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.plan import make_plan
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.runtime.decisions import Decisions
+from megatron_autorecompute.runtime.oom_guard import SHORT
 from testing.ranks import run_ranks
+from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 from tests.support import one_step, start_parallel, tiny_config, tiny_gpt
 
 TEXTS = ("full+ahead", "full+all+ahead", "full/2+ahead", "full+keep[core_attn]+ahead")
@@ -231,3 +240,21 @@ def test_where_nothing_can_begin_early_it_is_refused(fields, says):
         setattr(model.config, name, value)
     with pytest.raises(PolicyError, match=f"full\\+ahead cannot be used .*{says}"):
         apply("full+ahead", model)
+
+
+def test_short_of_memory_at_the_least_need_nothing_begins_early_any_more():
+    """A layer that begins early may fit in what the leanest choices need: it is given up first."""
+    profile = uniform_profile(8, NONE, FULL, boundary_bytes=4)
+    layout, schedule = Layout.from_flags(8, 4), Schedule(4, 1, 8)
+
+    def problem(profile, budgets=1 << 40):
+        return Problem(profile, layout, schedule, budgets)
+
+    lean = tuple(choice.peak_bytes for choice in problem(profile).stages.leanest)
+    plan = make_plan(replace(problem(profile, lean), allowed=("ahead",)))
+    assert plan.policy.is_ahead
+    decisions = SimpleNamespace(problem=problem, lean_peaks=lambda _: lean)
+    down = Decisions.less(decisions, plan, [SHORT] * 4, 1, step=5)
+    assert not down.policy.is_ahead
+    assert down.notes == ("step 5: short of memory, so no recompute begins early any more",)
+    assert Decisions.less(decisions, down, [SHORT] * 4, 1, step=6) is None
