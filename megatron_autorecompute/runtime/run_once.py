@@ -676,8 +676,8 @@ class _Reattach(torch.autograd.Function):
 def _others_take_what_is_saved() -> bool:
     """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are in force, which may save
     copies: what a graph saved of its inputs cannot be seen then."""
-    if _top_hooks is not None:
-        return _top_hooks(True) is not None
+    if top_hooks is not None:
+        return top_hooks(True) is not None
     with torch.enable_grad():
         node: Any = _token().exp().grad_fn
     try:
@@ -687,7 +687,7 @@ def _others_take_what_is_saved() -> bool:
     return False
 
 
-_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # since 2.8
+top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # since 2.8
 
 
 def _itself(each: Any) -> Any:

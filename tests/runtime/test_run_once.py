@@ -306,7 +306,7 @@ def copied(tensor):
 @pytest.mark.parametrize("text", ["full", "full+keep[core_attn]", "selective[mlp_act+qkv]"])
 def test_hooks_on_what_is_saved_change_no_bit(text, is_seen, monkeypatch):
     if not is_seen:  # before torch 2.8
-        monkeypatch.setattr("megatron_autorecompute.runtime.run_once._top_hooks", None)
+        monkeypatch.setattr("megatron_autorecompute.runtime.run_once.top_hooks", None)
     found = {}
     for each in ("none", text):
         model = model_of(dropout=0.0)
