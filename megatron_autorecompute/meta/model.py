@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from megatron.core import activations
@@ -25,10 +25,10 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import layer_modules, layer_parts, stage_layout
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
-from megatron_autorecompute.meta import expert_rows, hybrid, job_checks, kernels, without_cuda
+from megatron_autorecompute.meta import expert_rows, hybrid, kernels, without_cuda
 from megatron_autorecompute.meta.adapters import add_adapters, has_adapters
 from megatron_autorecompute.meta.hybrid import build_hybrid
-from megatron_autorecompute.meta.job import CAPACITY, STASH_FIELDS, Job
+from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import (
     StepShape,
     applied,
@@ -38,7 +38,7 @@ from megatron_autorecompute.meta.meta_step import (
     meta_config,
 )
 from megatron_autorecompute.meta.outside_torch import dispatcher
-from megatron_autorecompute.meta.resolved import FIELDS
+from megatron_autorecompute.meta.resolved import FIELDS, Resolved
 from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.options import nearest
@@ -51,6 +51,8 @@ from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
 MAX_CHOICES = 96
 """Choices tried per kind of layer; MLA with MoE has 83."""
 
+_ROOM = ("moe_expert_rank_capacity_factor", "moe_paged_stash")
+_PAGES = ("page_size", "buffer_size_factor_cuda", "buffer_size_factor_cpu")
 LEFT_OUT = {
     **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_impl", "enable_cuda_graph")},
     **{name: None for name in (*FIELDS, "external_cuda_graph")},
@@ -69,7 +71,7 @@ LEFT_OUT = {
     # (pytorch/attention/rope.py `FusedQKVRoPEFunc`).
     "fused_single_qkv_rope": False,
     # HybridEP's room and the pages of what is kept of it are in the stand-ins (`expert_rows.Rows`).
-    **{name: None for name in (CAPACITY, *STASH_FIELDS)},
+    **{name: None for name in (*_ROOM, *(f"moe_paged_stash_{rest}" for rest in _PAGES))},
     # Megatron asks for fp8 beside these. The first pads each expert's tokens to a multiple of 16 to
     # 256, which even routing mostly has, and HybridEP's stand-in counts; of the second, copies of
     # the output layer's weights are counted (`shared_buffers.quantised_output_layer`).
@@ -82,7 +84,7 @@ LEFT_OUT = {
 
 ACTIVATIONS = {
     name: getattr(torch.nn.functional, name, None) or getattr(activations, name)
-    for name in job_checks.ACTIVATIONS
+    for name in get_args(get_type_hints(Resolved)["activation_func"])
 }
 # Megatron has two of this name, and compares with the one that its flag sets.
 ACTIVATIONS["quick_gelu"] = fused_bias_geglu.quick_gelu
@@ -477,10 +479,12 @@ def megatron_config(
 
 
 def check_fields(job: Job) -> None:
-    """Raise OptionError for fields that Megatron refuses together, those of the pipeline included,
-    which a shard is built without."""
+    """Raise OptionError for fields that Megatron refuses together, those of the pipeline and of EP
+    overlap included, which a shard is built without."""
+    overlap = "overlap_moe_expert_parallel_comm"
+    left_out = {name: value for name, value in LEFT_OUT.items() if name != overlap}
     with meta_megatron(job):
-        megatron_config(job, {})
+        megatron_config(job, {}, left_out)
 
 
 def config_names(latent: bool) -> set[str]:
