@@ -62,8 +62,7 @@ class ProfileCommand(Command):
 
 
 def _profile(args: Namespace) -> None:
-    options = ("--measured", "--sensitivity", "--offload")
-    for option in options:
+    for option in ("--measured", "--offload"):
         if getattr(args, option.removeprefix("--")):
             raise without_effect(option, "--device", "the layers' times are measured")
     output, named = checked_output(args), _named_gpu(args)
