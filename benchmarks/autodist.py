@@ -28,7 +28,8 @@ warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE
 from benchmarks.gpu.published import LIMIT_GB, ROWS, SAVED, Published  # noqa: E402
 from megatron_autorecompute.meta.devices import Device, device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
-from megatron_autorecompute.meta.profiling import problem_of, profile_job  # noqa: E402
+from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
+from megatron_autorecompute.meta.sensitivity import problem_of  # noqa: E402
 from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
 from megatron_autorecompute.planner.search.solution import nearness  # noqa: E402
 from megatron_autorecompute.planner.search.solve import solve  # noqa: E402

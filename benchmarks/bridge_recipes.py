@@ -29,7 +29,7 @@ from megatron_autorecompute.cli.estimate import RESERVE_SHARE, default_budget_by
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
 from megatron_autorecompute.meta.devices import devices  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
-from megatron_autorecompute.meta.profiling import problem_of  # noqa: E402
+from megatron_autorecompute.meta.sensitivity import problem_of  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
 from scripts import bridge_jobs, nvidia_recipes  # noqa: E402
 

@@ -26,7 +26,7 @@ from megatron_autorecompute.cli.estimate import default_budget_bytes  # noqa: E4
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
 from megatron_autorecompute.meta.devices import device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
-from megatron_autorecompute.meta.profiling import problem_of  # noqa: E402
+from megatron_autorecompute.meta.sensitivity import problem_of  # noqa: E402
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost  # noqa: E402
 from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
 from megatron_autorecompute.planner.search.solve import try_solve  # noqa: E402

@@ -93,6 +93,9 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--measured", metavar="P.json", help="profile measured in a job: use its records"
     )
+    parser.add_argument(
+        "--sensitivity", action="store_true", help="also plan with each share 20%% higher or lower"
+    )
     add_output(parser, "P.json", f"file to write (default: a new {DEFAULT_OUTPUT}); - prints it")
     add_json(parser)
     add_verbose(parser)
@@ -106,6 +109,11 @@ def estimate(args: Namespace) -> None:
     check_lengths(output, job)
     efficiency = read_efficiency(args.efficiency, gpu)
     budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
+    if args.measured and args.sensitivity:
+        raise OptionError(
+            "--sensitivity moves the modelled shares, and --measured replaces what they give. "
+            "Leave one of them out."
+        )
     offload = [LayerPolicy.parse(f"none+offload[{modules}]").offload for modules in args.offload]
     measured = Profile.load(args.measured) if args.measured else None
     if measured is not None:
@@ -113,12 +121,16 @@ def estimate(args: Namespace) -> None:
     with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
         # Loads torch and Megatron, which only this needs.
         from megatron_autorecompute.meta.profiling import profile_job
+        from megatron_autorecompute.meta.sensitivity import sensitivity
 
         profile = profile_job(job, gpu, efficiency, status.update, offload=offload)
         if measured is not None:
             profile = with_measured(profile, measured)
+        lines = []
+        if args.sensitivity:
+            lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
     budget = budget_words(gpu, args.reserve_gib, job)
-    said = [step_end_words(profile, gpu), budget]
+    said = [step_end_words(profile, gpu), budget, *lines]
     show_profile(args, profile, output, budget_bytes, said)
 
 
@@ -174,8 +186,12 @@ def checked_output(args: Namespace) -> Path | None:
     """
     output = _profile_file(args)
     refuse_ignored(args)
-    if args.reserve_gib is not None and args.json:
-        raise without_effect("--reserve-gib", "--json", "it prints the profile, which lacks this")
+    for option, given in (
+        ("--sensitivity", args.sensitivity),
+        ("--reserve-gib", args.reserve_gib is not None),
+    ):
+        if given and args.json:
+            raise without_effect(option, "--json", "it prints the profile, which lacks this")
     return output
 
 

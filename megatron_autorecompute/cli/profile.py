@@ -62,7 +62,8 @@ class ProfileCommand(Command):
 
 
 def _profile(args: Namespace) -> None:
-    for option in ("--measured", "--offload"):
+    options = ("--measured", "--sensitivity", "--offload")
+    for option in options:
         if getattr(args, option.removeprefix("--")):
             raise without_effect(option, "--device", "the layers' times are measured")
     output, named = checked_output(args), _named_gpu(args)

@@ -64,7 +64,6 @@ from megatron_autorecompute.meta.static_bytes import (
     static_bytes,
 )
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
-from megatron_autorecompute.planner.search.problem import NO_LIMIT, Budget, Problem
 from megatron_autorecompute.policy import (
     NONE,
     OWN_MODULES,
@@ -181,13 +180,6 @@ def profile_job(
     if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
         return replace(profile, assumptions=(*profile.assumptions, device.host.assumed))
     return profile
-
-
-def problem_of(
-    job: Job, device: Device, efficiency: Efficiency | None = None, budget: Budget = NO_LIMIT
-) -> Problem:
-    """The problem of the job's own layout and schedule over a fresh profile."""
-    return Problem(profile_job(job, device, efficiency), job.layout(), job.schedule(), budget)
 
 
 def _refuse_together(job: Job, offload: Sequence[Sequence[str]]) -> None:

@@ -238,6 +238,7 @@ def test_an_option_without_effect_is_refused_and_both_are_named(words, named, ca
     ("words", "named"),
     [
         (["job.yaml", "--num-gpus", "8"], ("--num-gpus", "job.yaml")),
+        (["job.yaml", "--json", "--sensitivity"], ("--sensitivity", "--json")),
         (["job.yaml", "--json", "--reserve-gib", "3"], ("--reserve-gib", "--json")),
         (["job.yaml", "--json", "-v"], ("-v", "--json")),
     ],

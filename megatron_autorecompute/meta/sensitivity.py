@@ -1,34 +1,25 @@
-"""How a plan changes if the assumed shares of a device's peaks are wrong by a fifth.
-
-    python -m benchmarks.sensitivity
-
-Of the example llama3-70b on H100s, at the budget that estimate ends with: plans again with each
-share a fifth lower and a fifth higher, and writes benchmarks/results/no_device/sensitivity.txt.
-"""
+"""How a plan changes if the assumed shares of a device's peaks are wrong by a fifth."""
 
 from __future__ import annotations
 
-import os
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-warnings.filterwarnings("ignore")  # megatron-core on a machine without CUDA, TE and Apex
+from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.planner.search.problem import NO_LIMIT, Budget, Problem
+from megatron_autorecompute.planner.search.solve import solve
+from megatron_autorecompute.policy import RecomputePolicy
 
-from megatron_autorecompute.cli.estimate import default_budget_bytes  # noqa: E402
-from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, device  # noqa: E402
-from megatron_autorecompute.meta.job import Job, load_job  # noqa: E402
-from megatron_autorecompute.meta.profiling import problem_of  # noqa: E402
-from megatron_autorecompute.planner.search.solve import solve  # noqa: E402
-from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
-
-ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "megatron_autorecompute" / "examples" / "llama3-70b.yaml"
-RESULT = ROOT / "benchmarks" / "results" / "no_device" / "sensitivity.txt"
 MOVED = 0.2
+
+
+def problem_of(
+    job: Job, device: Device, efficiency: Efficiency | None = None, budget: Budget = NO_LIMIT
+) -> Problem:
+    """The problem of the job's own layout and schedule over a fresh profile."""
+    return Problem(profile_job(job, device, efficiency), job.layout(), job.schedule(), budget)
 
 
 def sensitivity(
@@ -69,14 +60,3 @@ def _changed(one: RecomputePolicy, other: RecomputePolicy) -> str:
         if counts[0][choice] != counts[1][choice]
     ]
     return ", ".join(parts) or "the same choices"
-
-
-def main() -> None:
-    """Write the sentences."""
-    job, gpu = load_job(EXAMPLE), device("h100-80gb")
-    lines = sensitivity(job, gpu, gpu.reaches, default_budget_bytes(gpu, None, job), print)
-    RESULT.write_text("".join(f"{line}\n" for line in lines))
-
-
-if __name__ == "__main__":
-    main()
