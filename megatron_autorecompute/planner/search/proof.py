@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
-from megatron_autorecompute.planner.search.labels import undominated
+from megatron_autorecompute.planner.search.chunk_plans import undominated
 from megatron_autorecompute.planner.search.stage_plans import Effort
 from megatron_autorecompute.planner.search.step import CHUNKS, StepSearch
 

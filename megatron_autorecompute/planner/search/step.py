@@ -48,7 +48,8 @@ _SLOPES = (2.0, 16.0)
 """The slopes of weights that rise from chunk to chunk. Without them an interleaved step was 0.8%
 longer."""
 _EXCHANGED = 64
-"""Exchanges of two chunks that are tried at once."""
+"""Exchanges of two chunks that are tried at once. Without exchanges 2 of 16 interleaved steps are
+longer, one by 0.1%."""
 
 
 @dataclass(frozen=True, slots=True)
