@@ -113,9 +113,11 @@ def _effects(
     plan: Plan, problem: Problem, progress: Callable[[float], None]
 ) -> tuple[tuple[ChoiceEffect, ...], ...]:
     stages = {i: s for s, chunks in enumerate(plan.layout.stages) for c in chunks for i in c.layers}
+    changed = [changed_at(problem, plan.policy, layer) for layer in sorted(stages)]
+    problem.costs.replay(policy for of_layer in changed for _, policy in of_layer)
     now, effects = problem.cost(plan.policy), []
-    for layer, stage in sorted(stages.items()):
-        changes = [(one, problem.cost(to)) for one, to in changed_at(problem, plan.policy, layer)]
+    for (_, stage), of_layer in zip(sorted(stages.items()), changed, strict=True):
+        changes = [(one, problem.cost(to)) for one, to in of_layer]
         budget = plan.budget_bytes[stage]
         effects.append(tuple(_effect(one, stage, now, cost, budget) for one, cost in changes))
         progress(len(effects) / len(stages))

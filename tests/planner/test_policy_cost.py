@@ -107,10 +107,16 @@ def test_a_residual_is_spread_over_a_stages_events_and_leaves_none_below_zero(p,
 def test_a_policy_costs_the_same_whatever_was_costed_before(seed):
     profile, layout, schedule, _ = drawn(seed)
     costs, rng = PolicyCosts(profile, layout, schedule), random.Random(seed)
+    policies = []
     for _ in range(6):
         layers = {}
         for chunk in itertools.chain.from_iterable(layout.stages):
             chosen = rng.choice(list(chunk_policies(profile, chunk.layers)))
             layers |= dict(zip(chunk.layers, chosen, strict=True))
-        policy = RecomputePolicy(tuple(layers[layer] for layer in range(profile.num_layers)))
+        policies.append(
+            RecomputePolicy(tuple(layers[layer] for layer in range(profile.num_layers)))
+        )
+    # Three are replayed together before they are asked for.
+    costs.replay(policies[3:])
+    for policy in policies:
         assert costs.of(policy) == evaluate(profile, layout, schedule, policy)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from megatron_autorecompute.planner.cost import two_clocks
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.planner.cost.offloaded_step import (
     OffloadedStep,
     StageUnits,
@@ -27,17 +30,20 @@ from megatron_autorecompute.planner.cost.peak_memory import (
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.stage_times import Times, residual_times, times_of
-from megatron_autorecompute.planner.cost.step_time import replay_ms
+from megatron_autorecompute.planner.cost.step_time import finished, replay_ms, step_unit
 from megatron_autorecompute.planner.cost.unit_costs import (
     PS_PER_MS,
     SIGN,
     Bound,
     CostTable,
+    Unit,
     fastest_choice,
 )
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
+_AT_ONCE = 256
+"""Steps replayed together: their tables stay small."""
 HOST_BOUND = 0.01
 """Share of a step that waits for launches: below it the first kernels of a step make it up."""
 
@@ -157,6 +163,8 @@ class PolicyCosts:
         self._known: dict[RecomputePolicy, PolicyCost] = {}
         self._peaks_alone: dict[tuple[object, ...], Peak] = {}
         """Peaks of stages without copies, by the choices of the stage's layers."""
+        self._known_units: dict[tuple[object, ...], tuple[Unit, ...]] = {}
+        """Units of chunks, by the choices of their layers."""
         self._steps_ms: dict[tuple[bytes, ...], float] = {}
         """Steps, by the times of all stages."""
 
@@ -171,6 +179,22 @@ class PolicyCosts:
         """The costs of choices that must fit a budget: the high end of every figure."""
         return self._tables.get("high", self._tables["nominal"])
 
+    def replay(self, policies: Iterable[RecomputePolicy]) -> None:
+        """Replay the steps of many policies together, which is faster than one by one; `of` knows
+        them then. Raises: as `evaluate`."""
+        found = {}
+        for policy in policies:
+            if not (policy.offloads or policy.is_ahead):
+                times = times_of(self._units("nominal", policy)).plus(self._residual)
+                found[_key(times)] = times.both
+        keys = [key for key in found if key not in self._steps_ms]
+        for first in range(0, len(keys), _AT_ONCE):
+            some = keys[first : first + _AT_ONCE]
+            both = np.stack([found[key] for key in some], axis=-1)
+            unit = step_unit(self.schedule, float(both.sum(axis=(0, 1, 2)).max()))
+            steps = finished(self.schedule, *(both // unit)).max(axis=0) / (PS_PER_MS / unit)
+            self._steps_ms.update(zip(some, steps.tolist(), strict=True))
+
     def step_ms(self, policy: RecomputePolicy) -> float:
         """Time of the step alone, of a policy that copies nothing. Raises: as `evaluate`."""
         return self._step_ms(times_of(self._units("nominal", policy)).plus(self._residual))
@@ -182,8 +206,8 @@ class PolicyCosts:
         chunks = self.layout.stages[stage]
         key = bound, stage, *(policy.layers[layer] for chunk in chunks for layer in chunk.layers)
         if key not in self._peaks_alone:
-            table, moments = self._tables[bound], stage_moments(self.profile, self.schedule, stage)
-            columns = [ChunkColumns(chunk, table.chunk_units(chunk, policy)) for chunk in chunks]
+            moments = stage_moments(self.profile, self.schedule, stage)
+            columns = [ChunkColumns(c, self._chunk_units(bound, c, policy)) for c in chunks]
             self._peaks_alone[key] = stage_peak(self._base(stage, bound), stage, columns, moments)
         return self._peaks_alone[key]
 
@@ -243,7 +267,13 @@ class PolicyCosts:
         return CostTable(self.clocks[1]) if len(self.clocks) > 1 else None
 
     def _units(self, bound: Bound, policy: RecomputePolicy) -> StageUnits:
-        return self._tables[bound].units(self.layout, policy)
+        return [[self._chunk_units(bound, c, policy) for c in own] for own in self.layout.stages]
+
+    def _chunk_units(self, bound: Bound, chunk: Chunk, policy: RecomputePolicy) -> tuple[Unit, ...]:
+        key = bound, chunk, tuple([policy.layers[layer] for layer in chunk.layers])
+        if key not in self._known_units:
+            self._known_units[key] = self._tables[bound].chunk_units(chunk, policy)
+        return self._known_units[key]
 
     def copies(self, policy: RecomputePolicy) -> OffloadedStep | None:
         """The step replayed with its copies; None where nothing is copied."""
@@ -266,8 +296,8 @@ class PolicyCosts:
         self, step: OffloadedStep, stage: int, policy: RecomputePolicy, bound: Bound
     ) -> Peak:
         """The peak of a stage with the copies of a step."""
-        table, chunks = self._tables[bound], self.layout.stages[stage]
-        columns = [ChunkColumns(chunk, table.chunk_units(chunk, policy)) for chunk in chunks]
+        chunks = self.layout.stages[stage]
+        columns = [ChunkColumns(c, self._chunk_units(bound, c, policy)) for c in chunks]
         moments = every_moment(self.profile, step.schedule, stage)
         base = self._base(stage, bound)
         return stage_peak(base, stage, columns, moments, step.bytes_of(stage))
@@ -329,13 +359,17 @@ class PolicyCosts:
         return cost if step is None else _with_copies(cost, step, m)
 
     def _step_ms(self, times: Times) -> float:
-        own = times.forward, times.backward, times.ahead
-        key = tuple(b"" if part is None else part.tobytes() for part in own)
+        key = _key(times)
         if key not in self._steps_ms:
             ahead = None if times.ahead is None else times.ahead / PS_PER_MS
             both = times.forward / PS_PER_MS, times.backward / PS_PER_MS
             self._steps_ms[key] = replay_ms(self.schedule, *both, ahead)
         return self._steps_ms[key]
+
+
+def _key(times: Times) -> tuple[bytes, ...]:
+    own = times.forward, times.backward, times.ahead
+    return tuple(b"" if part is None else part.tobytes() for part in own)
 
 
 def _is_uncertain(profile: Profile) -> bool:
