@@ -113,8 +113,6 @@ def fidelity(contest: Contest, ledger: Ledger, rounds: int) -> None:
     texts = [policy.format() for policy in random_policies(profile, POLICIES)]
     for number, text in enumerate(texts):
         ledger.item(f"policy/{number}", lambda text=text: compared(text))
-    folder = ledger.results.path.parent
-    ledger.item("memory_history", lambda: contest.record_memory(profile, folder))
 
 
 def overhead(contest: Contest, ledger: Ledger, rounds: int) -> None:

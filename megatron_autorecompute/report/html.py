@@ -19,7 +19,6 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.copies import Copy, StepCopies
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData
-from megatron_autorecompute.report.recorded_html import recorded_data, recorded_section
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
@@ -48,7 +47,6 @@ def html(data: ReportData) -> str:
         "cards": _cards(data),
         "stages_note": _stages_note(plan),
         "stages": _stages(data),
-        "recorded": recorded_section(data.recorded),
         "step_note": _step_note(data),
         "policy_note": "Point at a cell to see what its other choices would cost.",
         "strip": strip_svg(plan, interactive=True),
@@ -85,7 +83,6 @@ def page_data(data: ReportData) -> dict[str, Any]:
     return {
         "step": data.timeline.step_ms,
         "tightest": tightest,
-        "recorded": recorded_data(data.recorded),
         "stages": [_stage_data(plan, stage) for stage in data.timeline.stages],
         "layers": [
             {
