@@ -6,12 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.cli.pipeline import known_of, shape_words
 from megatron_autorecompute.planner.cost.step_interval import is_tie
 from megatron_autorecompute.profile import ChoiceRecord, Profile
-from megatron_autorecompute.report.rows import Column, Rows
+from megatron_autorecompute.report.rows import left, right, table
 from megatron_autorecompute.report.terminal import assumption_lines
 from megatron_autorecompute.report.words import came_from, clocks
 from megatron_autorecompute.units import MIB, unit_for
@@ -26,7 +27,7 @@ def profile_view(profile: Profile, verbose: bool, where: str = "") -> Group:
         where: follows the number of layers in the title.
     """
     title = f"{profile.model.name}: {profile.num_layers} layers{where}; {came_from(profile)}"
-    parts: list[Text | Rows] = [Text(title, style="bold"), *map(Text, _made_for(profile))]
+    parts: list[Text | Table] = [Text(title, style="bold"), *map(Text, _made_for(profile))]
     parts.append(_records(profile))
     if profile.stages:
         parts.append(_static(profile))
@@ -55,7 +56,7 @@ def _made_for(profile: Profile) -> Iterator[str]:
     yield "Records: " + "; ".join(f"{number} ({source})" for source, number in sources.items())
 
 
-def _records(profile: Profile) -> Rows:
+def _records(profile: Profile) -> Table:
     shown_ms = 0.005  # the least that two digits show
     apart = any(r.communication_ms >= shown_ms for kind in profile.kinds for r in kind.choices)
     graphs = profile.graphs_of_layers
@@ -64,16 +65,12 @@ def _records(profile: Profile) -> Rows:
     ]
     ties = any(is_equal for _, _, is_equal in named)
     columns = (
-        Column("layers", left=True),
-        Column("choice", folded=True),
-        *([Column("graph MiB", name="held in CUDA graphs MiB")] if graphs else []),
-        *map(Column, ("held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms")),
-        *([Column("comm.", name="of it communication ms")] if apart else []),
-        *(
-            [Column("tie", name="not surely slower than a choice with less recompute")]
-            if ties
-            else []
-        ),
+        left("layers"),
+        left("choice"),
+        *([right("graph MiB")] if graphs else []),
+        *map(right, ("held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms")),
+        *([right("comm.")] if apart else []),
+        *([right("tie")] if ties else []),
     )
     norm = [("final norm", profile.final_norm, False)] if profile.final_norm else []
     head = ("head", profile.head, False)
@@ -86,7 +83,7 @@ def _records(profile: Profile) -> Rows:
             head,
         ]
     ]
-    return Rows(columns, rows)
+    return table(columns, rows)
 
 
 def _cells(record: ChoiceRecord, apart: bool, graphs: bool) -> tuple[str, ...]:
@@ -107,7 +104,7 @@ def _cells(record: ChoiceRecord, apart: bool, graphs: bool) -> tuple[str, ...]:
     )
 
 
-def _static(profile: Profile) -> Rows:
+def _static(profile: Profile) -> Table:
     """One row for all stages with equal figures."""
     unit = unit_for(stage.static.total_bytes for stage in profile.stages)
     names = ("stage", f"weights {unit.name}", "gradients", "optimizer", "buffers", "static")
@@ -123,7 +120,7 @@ def _static(profile: Profile) -> Rows:
         )
         stages.setdefault(parts, []).append(number)
     rows = [(_numbers(numbers), *map(unit.text, parts)) for parts, numbers in stages.items()]
-    return Rows([Column(name) for name in names], rows)
+    return table([right(name) for name in names], rows)
 
 
 def _numbers(numbers: list[int]) -> str:

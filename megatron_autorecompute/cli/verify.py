@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from rich.table import Table
+
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import add_json, console, progress_bars, quiet_upstream
 from megatron_autorecompute.cli.values import sizes
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.rows import Column, Rows
+from megatron_autorecompute.report.rows import left, right, table
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
 if TYPE_CHECKING:
@@ -95,7 +97,7 @@ def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
             if measured is not None:
                 checks += verify.verify_measured(plan, measured, done)
         if not args.json and lines is None:
-            console().print(table(checks, unit))
+            console().print(checks_table(checks, unit))
     return checks
 
 
@@ -128,15 +130,15 @@ def _measured(args: Namespace, plan: Plan) -> Plan | None:
     return plan if known else None
 
 
-def table(checks: Sequence[StageCheck], unit: Unit) -> Rows:
+def checks_table(checks: Sequence[StageCheck], unit: Unit) -> Table:
     """One row per stage, and another one for each where a job measured it."""
     beside = Beside(
         any(check.call is not None or check.iteration is not None for check in checks),
         any(check.job_bytes is not None for check in checks),
     )
-    columns = [Column(name) for name in _names(unit, beside)]
+    columns = [right(name) for name in _names(unit, beside)]
     rows = [_cells(check, unit, beside) for check in checks]
-    return Rows([*columns, Column("", left=True)], rows)
+    return table([*columns, left("")], rows)
 
 
 @dataclass(frozen=True, slots=True)

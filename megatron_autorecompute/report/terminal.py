@@ -1,4 +1,4 @@
-"""A plan as text for a terminal of 80 columns; on 40 it can still be read."""
+"""A plan as text for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.planner.cost.layout import Chunk
@@ -19,7 +20,7 @@ from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
 from megatron_autorecompute.report.layer_sums import LayerSums, sums_of_layers
-from megatron_autorecompute.report.rows import Column, Rows
+from megatron_autorecompute.report.rows import left, right, table
 from megatron_autorecompute.report.words import binds, proof
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
@@ -31,24 +32,24 @@ SHORT_CHOICES = 3
 """Most choices that a shortened policy names."""
 Item = TypeVar("Item")
 MEASURED_COLUMNS = (
-    Column("rank/\nstage", "rank/stage"),
-    Column("forward:\nlayers"),
-    Column("forward-\ncompute", "forward-compute"),
-    Column("backward:\nlayers"),
-    Column("backward-\ncompute", "backward-compute"),
-    Column("\noptimizer"),
-    Column("peak:\nlayers"),
-    Column("max\nallocated"),
-    Column("max\nreserved"),
+    right("rank/\nstage"),
+    right("forward:\nlayers"),
+    right("forward-\ncompute"),
+    right("backward:\nlayers"),
+    right("backward-\ncompute"),
+    right("\noptimizer"),
+    right("peak:\nlayers"),
+    right("max\nallocated"),
+    right("max\nreserved"),
 )
 PEAK_COLUMNS = (
-    Column("stage"),
-    Column("static"),
-    Column("in\nflight"),
-    Column("running"),
-    Column("tran-\nsient", "transient"),
-    Column("emb+\nhead", "embedding and head"),
-    Column("over-\nhead", "overhead"),
+    right("stage"),
+    right("static"),
+    right("in\nflight"),
+    right("running"),
+    right("tran-\nsient"),
+    right("emb+\nhead"),
+    right("over-\nhead"),
 )
 
 
@@ -127,7 +128,7 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
         f"torch's memory statistics ({unit.name}):"
     )
     cells = [_measured_cells(rank, sums[rank.stage], unit) for rank in ranks]
-    yield Rows(MEASURED_COLUMNS, cells, gap=1)
+    yield table(MEASURED_COLUMNS, cells, gap=1)
     if len(ranks) < len(step.ranks):
         yield Text(
             f"Of {len(step.ranks)} ranks, each stage's slowest is shown. The plan file has all."
@@ -207,17 +208,17 @@ def _header(plan: Plan, speed: str) -> Text:
     return Text("\n".join(lines))
 
 
-def _stages(plan: Plan) -> Rows:
+def _stages(plan: Plan) -> Table:
     unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
     columns = (
-        Column("stage"),
-        Column("policy", folded=True),
-        Column(f"peak {unit.name}"),
-        Column("budget"),
-        Column("recompute ms"),
+        right("stage"),
+        left("policy"),
+        right(f"peak {unit.name}"),
+        right("budget"),
+        right("recompute ms"),
     )
     policy = plan.policy
-    return Rows(
+    return table(
         columns,
         [
             (
@@ -314,13 +315,13 @@ def stages_explained(plan: Plan) -> RenderableType:
     graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
     columns = (
         *PEAK_COLUMNS,
-        *([Column("CUDA\ngraphs", name="more by CUDA graphs")] if graphs else []),
-        Column(f"peak\n{unit.name}"),
+        *([right("CUDA\ngraphs")] if graphs else []),
+        right(f"peak\n{unit.name}"),
     )
     rows = [
         (str(cost.stage), *map(unit.text, _parts(cost, graphs=graphs))) for cost in plan.cost.stages
     ]
-    parts: list[RenderableType] = [Rows(columns, rows)]
+    parts: list[RenderableType] = [table(columns, rows)]
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
             Text(
@@ -371,11 +372,11 @@ def neighbours_view(
     chosen = plan.policy.layers[layer]
     unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
     columns = (
-        Column("instead", folded=True),
-        Column("step ms"),
-        Column("stage ms"),
-        Column(f"peak {unit.name}"),
-        Column("fits"),
+        left("instead"),
+        right("step ms"),
+        right("stage ms"),
+        right(f"peak {unit.name}"),
+        right("fits"),
     )
     cells = [
         (
@@ -390,7 +391,7 @@ def neighbours_view(
     evidence = plan.evidence[stage]
     title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
     return Group(
-        Text(title), Rows(columns, cells), Text(f"The stage is bound by {evidence.binding}.")
+        Text(title), table(columns, cells), Text(f"The stage is bound by {evidence.binding}.")
     )
 
 
@@ -431,10 +432,10 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
     ] + [(each.peak_high_bytes, ("-", f"{each.step_ms:.1f}"), each.name) for each in theirs]
     rows.sort(key=lambda row: -row[0])
     columns = (
-        Column(f"budget {unit.name}"),
-        Column("step ms"),
-        Column(f"peak {unit.name}"),
-        Column("layers by choice", folded=True),
+        right(f"budget {unit.name}"),
+        right("step ms"),
+        right(f"peak {unit.name}"),
+        left("layers by choice"),
     )
     left_out = (
         f"{len(ours)} of {len(points)} budgets, {len(theirs)} of {len(strategies)} settings of "
@@ -442,7 +443,7 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
         "step at a budget."
     )
     return Group(
-        Rows(columns, [(*figures, unit.text(peak), text) for peak, figures, text in rows]),
+        table(columns, [(*figures, unit.text(peak), text) for peak, figures, text in rows]),
         Text(left_out),
     )
 
