@@ -96,8 +96,8 @@ def test_files_name_blocks_and_a_plan_names_its_own(tmp_path):
         ({"vision": 3, "decoder": 3}, "Of vision: a list of 2 choices covers 2 layers"),
     ):
         with pytest.raises(PolicyError, match=says):
-            RecomputePolicy.load(file, num_layers=6, blocks=other)
-    assert RecomputePolicy.load(file, num_layers=6).format() == "full*2,none*4"
+            RecomputePolicy.parse(f"@{file}", num_layers=6, blocks=other)
+    assert RecomputePolicy.parse(f"@{file}", num_layers=6).format() == "full*2,none*4"
 
 
 def test_megatrons_strategies_count_in_their_block():
