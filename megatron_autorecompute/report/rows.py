@@ -20,7 +20,8 @@ def left(header: str) -> Column:
 
 def table(columns: Iterable[Column], cells: Iterable[Sequence[str]], gap: int = 2) -> Table:
     """Columns with one text per row, `gap` blanks between them."""
-    shown = Table(*columns, box=None, pad_edge=False, padding=(0, gap - gap // 2, 0, gap // 2))
+    own = [column.copy() for column in columns]  # a Table keeps its cells in its columns
+    shown = Table(*own, box=None, pad_edge=False, padding=(0, gap - gap // 2, 0, gap // 2))
     for row in cells:
         shown.add_row(*map(Text, row))  # brackets are no markup
     return shown
