@@ -1,4 +1,4 @@
-"""What choices that Megatron lacks buy: docs/frontier.md.
+"""What choices that Megatron lacks buy: benchmarks/results/frontier.md.
 
     python -m benchmarks.frontier [JOB ...]
 
@@ -38,7 +38,7 @@ from scripts.tables import markdown  # noqa: E402
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "megatron_autorecompute" / "examples"
 RESULTS = ROOT / "benchmarks" / "results" / "frontier"
-PAGE = ROOT / "docs" / "frontier.md"
+PAGE = RESULTS.with_suffix(".md")
 GPU = "h100-80gb"
 SHARES = (0.002, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
 """Of the way from what the leanest policy needs to what no recompute needs."""
@@ -157,26 +157,24 @@ INTRODUCTION = f"""# What the choices that Megatron lacks buy
 
 Written by `python -m benchmarks.frontier`. Every figure is the model's: bytes of Megatron's own
 code on meta tensors, and times of a roofline ({GPU}; the Autodist case on its A100). Nothing here
-was measured on a GPU. [Every plan](../benchmarks/results/frontier.md) is in a file of its own.
+was measured on a GPU.
 
 Each job has nine budgets. A column is the share of the way from what the leanest of Megatron's
 policies needs to what no recompute needs. A cell says by how many percent the plan's step is
 shorter than two others: than the fastest of Megatron's settings that fits, and than the optimum
 over what Megatron's checkpoints can do layer by layer. The plan has all choices of
-[policy.md](policy.md): no dead work, kept parts, `mlp_act`, `experts`.
+[policy.md](../../docs/policy.md): no dead work, kept parts, `mlp_act`, `experts`.
 """
-ROWS = """# Every plan behind docs/frontier.md
-
-*way* is the share of the way from the leanest of Megatron's policies to no recompute. *manual* is
-the fastest of Megatron's settings that fits. Steps are in ms.
+ROWS = """In the tables below, one for each job, *way* is that share of the way, *manual* is the
+fastest of Megatron's settings that fits, and steps are in ms.
 """
 
 
 def page(found: dict[str, Any]) -> str:
-    """The page's text: what is gained in every job at every budget."""
+    """The page's text: what is gained in every job at every budget, and every plan."""
     shares = [f"{row['share']:.1%}" for row in next(iter(found.values()))["rows"]]
     lines = [[name, *map(gains, one["rows"])] for name, one in found.items()]
-    return f"{INTRODUCTION}\n{markdown(['job', *shares], lines)}"
+    return f"{INTRODUCTION}\n{markdown(['job', *shares], lines)}\n{plans(found)}"
 
 
 def gains(row: dict[str, Any]) -> str:
@@ -202,7 +200,6 @@ def main(names: list[str]) -> None:
     files = [RESULTS / f"{name}.json" for name in every]
     found = {f.stem: json.loads(f.read_text()) for f in files if f.exists()}
     PAGE.write_text(page(found))
-    RESULTS.with_suffix(".md").write_text(plans(found))
 
 
 if __name__ == "__main__":

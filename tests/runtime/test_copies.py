@@ -225,7 +225,7 @@ def test_a_shallow_copy_runs_the_layers_it_shares():
 # ------------------------------------------------------------------ policies apart from each other
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "decisions" / "copies.md"
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def test_a_model_is_copied_as_the_page_says_and_not_without(monkeypatch):

@@ -5,8 +5,10 @@ makes this step: weights, gradients to come, optimizer state and buffers are equ
 collective that one rank enters once more or less than another ends in a wait, or in other bits.
 """
 
+import contextlib
 import hashlib
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_autorecompute.patched import patched
 from megatron_autorecompute.runtime.oom_guard import FAILED, FINE
 from testing.ranks import RankError, run_ranks
 from tests.support import forward_step, microbatch, start_parallel, tiny_config, tiny_gpt
@@ -294,15 +297,78 @@ def recomputing_ahead(model):
     apply("full+ahead", model)
 
 
+TWO_PIPELINES = [
+    Case(
+        f"aligned {aligned}, {place}",
+        replace(place, layer=0),
+        sizes={"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        ddp=OVERLAPS["gradients and parameters, distributed optimizer"],
+        microbatches=4,
+        aligned=aligned,
+    )
+    for place, aligned in zip(PLACES, (False, True, False, True), strict=True)
+]
+
+
 @pytest.mark.any_version
 def test_a_lost_step_in_two_pipelines_leaves_no_trace():
-    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    ddp = OVERLAPS["gradients and parameters, distributed optimizer"]
-    cases = [
-        Case(f"aligned {aligned}, {place}", replace(place, layer=0), aligned=aligned)
-        for place, aligned in zip(PLACES, (False, True, False, True), strict=True)
-    ]
-    check_survived([replace(c, sizes=sizes, ddp=ddp, microbatches=4) for c in cases], 4)
+    check_survived(TWO_PIPELINES, 4)
+
+
+def left_unwaited(case, lost):
+    """What this rank posts in step LOST and nobody has waited for at its end, by name."""
+    from megatron_autorecompute.runtime.oom_guard import StepGuard
+
+    start_parallel(**case.sizes)
+    job = Job(case)
+    guard = StepGuard(job.chunks, job.optimizer, lambda: False)
+    for step in range(LOST + 1):
+        with requests() as unwaited, guard.step():
+            job.armed = lost and step == LOST
+            job.step()
+    assert guard.outcome == (FAILED if lost else FINE)
+    return sorted(unwaited.values())
+
+
+@contextlib.contextmanager
+def requests():
+    """Yields the names of the methods of process groups that were called in this block and whose
+    work nobody has waited for, by number."""
+    group, work = torch.distributed.ProcessGroup, torch.distributed.Work
+    names = ("send", "recv", "reduce", "gather", "scatter")
+    unwaited: dict[int, str] = {}
+    numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    count = itertools.count()
+
+    def noted(name, usual):
+        def method(*args, **kwargs):
+            posted = usual(*args, **kwargs)
+            if isinstance(posted, work):
+                numbers[posted] = next(count)
+                unwaited[numbers[posted]] = name
+            return posted
+
+        return method
+
+    def wait(self, *args, usual=work.wait):
+        unwaited.pop(numbers.get(self), None)
+        return usual(self, *args)
+
+    with contextlib.ExitStack() as stack:
+        for name, usual in vars(group).items():
+            if any(part in name for part in names):
+                stack.enter_context(patched(group, name, noted(name, usual)))
+        stack.enter_context(patched(work, "wait", wait))
+        yield unwaited
+
+
+@pytest.mark.any_version
+def test_a_lost_step_leaves_no_request_open_that_a_complete_one_waits_for():
+    case = replace(TWO_PIPELINES[3], aligned=False)
+    lost, complete = (run_ranks(left_unwaited, 4, case, lost) for lost in (True, False))
+    assert lost == complete
+    # The interleaved schedule's last activations: their gradients show that they arrived.
+    assert {name for names in complete for name in names} == {"send"}
 
 
 def embedding_listed_last(model):
