@@ -96,8 +96,7 @@ def _duel(
 
 
 def fidelity(contest: Contest, ledger: Ledger, rounds: int) -> None:
-    """Part 3: predicted against measured peak and step time of random mixed policies, and torch's
-    memory history of one plan against its timeline."""
+    """Part 3: peaks and step times of random policies, predicted and measured."""
     profile = _read({"value": ledger.item("profile", lambda: _profile(contest))})
     rest_ms = ledger.item("rest_ms", lambda: contest.rest_ms(profile))
 
