@@ -9,8 +9,8 @@ from dataclasses import asdict
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import add_json, print_result
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.search.neighbours import neighbours
 from megatron_autorecompute.report import terminal
-from megatron_autorecompute.report.data import effects_of, stage_of
 
 
 class ExplainCommand(Command):
@@ -45,14 +45,18 @@ def _explain_stages(args: Namespace, plan: Plan) -> None:
 
 
 def _explain_layer(args: Namespace, plan: Plan) -> None:
-    [effects] = effects_of(plan, [args.layer])
-    stage = stage_of(plan)[args.layer]
+    found = neighbours(plan.problem(), plan.policy, args.layer)
+    stage = next(
+        number
+        for number, chunks in enumerate(plan.layout.stages)
+        if any(args.layer in chunk.layers for chunk in chunks)
+    )
     data = {
         "layer": args.layer,
         "stage": stage,
         "choice": plan.recompute_policy[args.layer],
         "binding": plan.evidence[stage].binding,
-        "others": [asdict(effect) | {"choice": str(effect.choice)} for effect in effects],
+        "others": terminal.neighbour_rows(plan, stage, found),
     }
-    view = terminal.effects_view(plan, args.layer, stage, effects)
+    view = terminal.neighbours_view(plan, args.layer, stage, found)
     print_result(args, json.dumps(data, indent=1), view)

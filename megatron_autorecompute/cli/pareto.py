@@ -27,7 +27,7 @@ from megatron_autorecompute.planner.search.offload_settings import may_offload
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.curve import curve_svg
-from megatron_autorecompute.report.data import Curve, best_points, strategies_of, unbeaten
+from megatron_autorecompute.report.data import Curve, best_points, strategies_of
 
 STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
 """The fields of one of Megatron's own settings, as the JSON output names them."""
@@ -108,7 +108,7 @@ def _draw(
         task = bars.add_task("Picture", total=1)
         points = best_points(
             problem,
-            unbeaten(strategies),
+            terminal.unbeaten(strategies),
             (),
             lambda share: bars.update(task, completed=share),
             num_points,

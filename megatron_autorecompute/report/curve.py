@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult
 from megatron_autorecompute.report.chart import FRAME, INK, Box, Chart, Name, circle, path, text
-from megatron_autorecompute.report.data import Curve, unbeaten
+from megatron_autorecompute.report.data import Curve
+from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.words import duration, size
 
 _OWN, _OVER = 'fill="#9aa4ad"', 'fill="none" stroke="#9aa4ad"'

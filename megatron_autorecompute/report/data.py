@@ -15,6 +15,7 @@ from megatron_autorecompute.planner.search.manual import manual_policy, manual_s
 from megatron_autorecompute.planner.search.neighbours import changed_at
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import WHOLE, LayerPolicy, MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
 
 CURVE_POINTS = 24
@@ -82,53 +83,44 @@ class ReportData:
     speed: str = ""
     """A sentence on bubble and throughput; empty for none."""
 
-
-def stage_of(plan: Plan) -> dict[int, int]:
-    """The stage of every layer."""
-    return {
-        layer: stage
-        for stage, chunks in enumerate(plan.layout.stages)
-        for chunk in chunks
-        for layer in chunk.layers
-    }
+    @property
+    def stage_of(self) -> dict[int, int]:
+        """The stage of every layer."""
+        return {
+            layer: stage
+            for stage, chunks in enumerate(self.plan.layout.stages)
+            for chunk in chunks
+            for layer in chunk.layers
+        }
 
 
 def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> ReportData:
     """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
     problem = plan.problem()
     outcomes = Outcomes(problem.costs)
-
-    def others(share: float) -> None:
-        progress("Other choices", share)
-
     return ReportData(
         plan,
         timeline(plan),
-        effects_of(plan, range(plan.profile.num_layers), outcomes, others),
+        _effects(plan, problem, outcomes, lambda share: progress("Other choices", share)),
         _curve(plan, problem, outcomes, progress),
         tuple(_pastes(plan)),
     )
 
 
-def effects_of(
-    plan: Plan,
-    layers: Iterable[int],
-    outcomes: Outcomes | None = None,
-    progress: Callable[[float], None] = lambda share: None,
+def _effects(
+    plan: Plan, problem: Problem, outcomes: Outcomes, progress: Callable[[float], None]
 ) -> tuple[tuple[ChoiceEffect, ...], ...]:
-    """What each other choice of these layers would change. Raises: PolicyError for a layer that
-    does not exist."""
-    problem, stages, layers = plan.problem(), stage_of(plan), tuple(layers)
-    changes = [changed_at(problem, plan.policy, layer) for layer in layers]
+    stages = {i: s for s, chunks in enumerate(plan.layout.stages) for c in chunks for i in c.layers}
+    changes = [changed_at(problem, plan.policy, layer) for layer in range(plan.profile.num_layers)]
     policies = [changed for layer in changes for _, changed in layer]
-    now, *found = (outcomes or Outcomes(problem.costs)).of([plan.policy, *policies], progress)
+    now, *found = outcomes.of([plan.policy, *policies], progress)
     answers = iter(found)
     return tuple(
         tuple(
             _effect(choice, stages[layer], now, next(answers), plan.budget_bytes)
             for choice, _ in others
         )
-        for layer, others in zip(layers, changes, strict=True)
+        for layer, others in enumerate(changes)
     )
 
 
@@ -180,15 +172,6 @@ def best_points(
     more = pareto(problem, 1, lambda share: progress(0.8 + 0.2 * share), faster)
     points = {own.budget_bytes: own for own in map(curve_point, more)} | points
     return tuple(_never_slower(sorted(points.values(), key=lambda point: point.budget_bytes)))
-
-
-def unbeaten(strategies: Iterable[ManualResult]) -> list[ManualResult]:
-    """The strategies for which no other is faster with at most as many bytes."""
-    found: list[ManualResult] = []
-    for strategy in sorted(strategies, key=lambda s: (s.peak_high_bytes, s.step_ms)):
-        if not found or strategy.step_ms < found[-1].step_ms:
-            found.append(strategy)
-    return found
 
 
 def _fastest_within(points: Iterable[CurvePoint], budget_bytes: int) -> float:

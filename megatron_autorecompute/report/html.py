@@ -16,7 +16,7 @@ from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.copies import Copy, StepCopies
 from megatron_autorecompute.report.curve import curve_svg
-from megatron_autorecompute.report.data import ReportData, stage_of
+from megatron_autorecompute.report.data import ReportData
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
@@ -84,7 +84,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
     """The data that the page's script draws."""
     plan = data.plan
     tightest = tightest_stage(plan)
-    stages = stage_of(plan)
+    stage_of = data.stage_of
     return {
         "step": data.timeline.step_ms,
         "tightest": tightest,
@@ -92,7 +92,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
         "layers": [
             {
                 "choice": plan.recompute_policy[layer],
-                "stage": stages[layer],
+                "stage": stage_of[layer],
                 "others": [
                     {
                         "choice": str(other.choice),

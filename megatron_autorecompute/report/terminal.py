@@ -13,13 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.planner.cost.layout import Chunk
-from megatron_autorecompute.planner.cost.policy_cost import StageCost
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, StageCost
 from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
 from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
-from megatron_autorecompute.report.data import ChoiceEffect, unbeaten
 from megatron_autorecompute.report.layer_sums import LayerSums, sums_of_layers
 from megatron_autorecompute.report.rows import left, right, table
 from megatron_autorecompute.report.words import binds, proof
@@ -366,10 +365,11 @@ def _parts(cost: StageCost, *, graphs: bool) -> tuple[int, ...]:
     )
 
 
-def effects_view(
-    plan: Plan, layer: int, stage: int, effects: Iterable[ChoiceEffect]
+def neighbours_view(
+    plan: Plan, layer: int, stage: int, found: Iterable[tuple[LayerPolicy, PolicyCost]]
 ) -> RenderableType:
     """One row per other choice of a layer."""
+    chosen = plan.policy.layers[layer]
     unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
     columns = (
         left("instead"),
@@ -380,17 +380,36 @@ def effects_view(
     )
     cells = [
         (
-            str(effect.choice),
-            f"{effect.step_ms:+.3f}",
-            f"{effect.stage_busy_ms:+.3f}",
-            unit.change(effect.peak_bytes),
-            "yes" if effect.fits else "no",
+            str(row["choice"]),
+            f"{row['step_ms']:+.3f}",
+            f"{row['stage_busy_ms']:+.3f}",
+            unit.change(float(row["peak_bytes"])),
+            "yes" if row["fits"] else "no",
         )
-        for effect in effects
+        for row in neighbour_rows(plan, stage, found)
     ]
-    chosen, bound = plan.policy.layers[layer], plan.evidence[stage].binding
+    evidence = plan.evidence[stage]
     title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
-    return Group(Text(title), table(columns, cells), Text(f"The stage is bound by {bound}."))
+    return Group(
+        Text(title), table(columns, cells), Text(f"The stage is bound by {evidence.binding}.")
+    )
+
+
+def neighbour_rows(
+    plan: Plan, stage: int, found: Iterable[tuple[LayerPolicy, PolicyCost]]
+) -> list[dict[str, str | float | bool]]:
+    """What each choice changes: step_ms, stage_busy_ms, peak_bytes (high end); whether it fits."""
+    now = plan.cost.stages[stage]
+    return [
+        {
+            "choice": str(choice),
+            "step_ms": cost.step_ms - plan.cost.step_ms,
+            "stage_busy_ms": cost.stages[stage].busy_ms - now.busy_ms,
+            "peak_bytes": cost.stages[stage].peak_high_bytes - now.peak_high_bytes,
+            "fits": cost.stages[stage].peak_high_bytes <= plan.budget_bytes[stage],
+        }
+        for choice, cost in found
+    ]
 
 
 def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> RenderableType:
@@ -427,6 +446,15 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
         table(columns, [(*figures, unit.text(peak), text) for peak, figures, text in rows]),
         Text(left_out),
     )
+
+
+def unbeaten(strategies: Iterable[ManualResult]) -> list[ManualResult]:
+    """The strategies for which no other is faster with at most as many bytes."""
+    found: list[ManualResult] = []
+    for strategy in sorted(strategies, key=lambda s: (s.peak_high_bytes, s.step_ms)):
+        if not found or strategy.step_ms < found[-1].step_ms:
+            found.append(strategy)
+    return found
 
 
 def evenly(items: Sequence[Item], most: int) -> list[Item]:

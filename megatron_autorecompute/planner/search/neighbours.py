@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.search.offload_settings import settings_of_whole_layers
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy
+
+
+def neighbours(
+    problem: Problem, policy: RecomputePolicy, layer: int
+) -> list[tuple[LayerPolicy, PolicyCost]]:
+    """What each other choice at one layer would cost, the rest of the policy unchanged.
+
+    Raises: as `changed_at`.
+    """
+    changed = changed_at(problem, policy, layer)
+    return [(choice, problem.cost(other)) for choice, other in changed]
 
 
 def changed_at(
