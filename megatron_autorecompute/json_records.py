@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -158,10 +158,17 @@ def write_atomically(content: str | bytes, path: str | Path) -> None:
 
     Raises: ProfileError when it cannot be written.
     """
-    target, data = _target(path), content.encode() if isinstance(content, str) else content
-    if target is None:
-        _write_through(data, path)
-        return
+    data = content.encode() if isinstance(content, str) else content
+    with _said_why(path):
+        target = _target(path)
+        if target is None:
+            with open(path, "ab") as file:
+                file.write(data)
+        else:
+            _replace(target, data)
+
+
+def _replace(target: Path, data: bytes) -> None:
     # Not tempfile: only the owner could read its files, but ranks of other users share a plan.
     temporary = target.with_name(f".{target.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
@@ -170,10 +177,10 @@ def write_atomically(content: str | bytes, path: str | Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except (OSError, ValueError) as error:
-        with contextlib.suppress(OSError, ValueError):  # the whole folder may be gone
+    except OSError:
+        with contextlib.suppress(OSError):  # the whole folder may be gone
             temporary.unlink()
-        raise _not_written(path, error) from error
+        raise
 
 
 def check_writable(path: str | Path, reads: Iterable[str | Path] = ()) -> None:
@@ -182,17 +189,12 @@ def check_writable(path: str | Path, reads: Iterable[str | Path] = ()) -> None:
     Raises OptionError as `check_other` does.
     """
     check_other(path, reads)
-    target = _target(path)
-    if target is None:
-        if not os.access(path, os.W_OK):
-            raise _not_written(path, PermissionError(errno.EACCES, "Permission denied"))
-        return
-    try:
-        os.scandir(target.parent).close()
-    except OSError as error:
-        raise _not_written(path, error) from error
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise _not_written(path, PermissionError(errno.EACCES, "Permission denied"))
+    with _said_why(path):
+        target = _target(path)
+        where = path if target is None else f"{target.parent}/."  # an error where that is a file
+        os.stat(where)
+        if not os.access(where, os.W_OK):
+            raise PermissionError(errno.EACCES, "Permission denied")
 
 
 def check_other(path: str | Path, reads: Iterable[str | Path]) -> None:
@@ -213,36 +215,27 @@ def _is_same_file(path: str | Path, other: str | Path) -> bool:
 
 
 def _target(path: str | Path) -> Path | None:
-    """The file to replace, links followed; None for what is written to as it is.
-
-    Raises: ProfileError for a folder, no name, or a link without an end.
-    """
+    """The file to replace, links followed; None for what is written to as it is."""
     if not Path(path).name:
-        raise ProfileError(f"Cannot write {str(path)!r}: it names no file. Give a writable path.")
-    try:
+        raise ValueError("it names no file")
+    with contextlib.suppress(FileNotFoundError):
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
         if not stat.S_ISREG(mode):
             return None
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError) as error:
-        raise _not_written(path, error) from error
     return Path(os.path.realpath(path))
 
 
-def _write_through(data: bytes, path: str | Path) -> None:
+@contextlib.contextmanager
+def _said_why(path: str | Path) -> Iterator[None]:
     try:
-        with open(path, "ab") as file:
-            file.write(data)
+        yield
     except (OSError, ValueError) as error:
-        raise _not_written(path, error) from error
-
-
-def _not_written(path: str | Path, error: Exception) -> ProfileError:
-    # Not str(error): it names the temporary file.
-    return ProfileError(f"Cannot write {path}: {reason(error)}. Give a writable path.")
+        # Not str(error) of an OSError: it names the temporary file.
+        raise ProfileError(
+            f"Cannot write {str(path) or repr('')}: {reason(error)}. Give a writable path."
+        ) from error
 
 
 def _refuse_newer(data: Any, source: str, major: int) -> None:

@@ -1,4 +1,4 @@
-"""Attributes, methods, hooks and environment variables with another value inside a `with` block."""
+"""Replaces attributes, methods, hooks and environment variables inside a `with` block."""
 
 from __future__ import annotations
 

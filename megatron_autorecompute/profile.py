@@ -108,7 +108,7 @@ class LayerBytes:
 
     @property
     def total(self) -> int:
-        """All three together."""
+        """The sum of the three figures."""
         return self.held + self.forward_transient + self.backward_transient
 
 
@@ -217,7 +217,7 @@ class HostTimes:
     """Whether the host waits for the device in the backward."""
 
     def plus(self, other: HostTimes) -> HostTimes:
-        """One after the other."""
+        """The figures of this one and then the other one."""
         return HostTimes(
             self.forward_ms + other.forward_ms,
             self.backward_ms + other.backward_ms,
@@ -764,7 +764,7 @@ class Profile:
         return json_records.from_json(cls, text, source=source, major=SCHEMA_VERSION)
 
     def save(self, path: str | Path) -> None:
-        """Write atomically."""
+        """Write the profile to a file, as a whole or not at all."""
         json_records.save(self, path)
 
     @classmethod

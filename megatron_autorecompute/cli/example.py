@@ -18,7 +18,7 @@ class ExampleCommand(Command):
         parser.add_argument("example", nargs="?", type=example, metavar="NAME")
 
     def run(self, args: Namespace) -> None:
-        """Print it."""
+        """Print the example's job description."""
         if args.example is not None:
             print((EXAMPLES / f"{args.example}.yaml").read_text(encoding="utf-8"), end="")
             return

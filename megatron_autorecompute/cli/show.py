@@ -30,7 +30,7 @@ class ShowCommand(Command):
     reads = ("plan",)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the file."""
+        """Add the plan's or profile's file."""
         parser.add_argument("plan", metavar="FILE.json", help="a plan or a profile")
         parser.add_argument(
             "--svg",

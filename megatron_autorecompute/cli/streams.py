@@ -1,4 +1,4 @@
-"""Standard output and error, where they are closed, full, or lack a character of the text."""
+"""Handles standard output and error that are closed, full, or lack a character of the text."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ ON_A_GPU = Shape(
 
 @dataclass(frozen=True, slots=True)
 class StrategyResult:
-    """One strategy, measured."""
+    """What was measured of one strategy."""
 
     name: str
     """A label: `none`, `full`, `block/3`, `manual: block/3`, `ours`."""
@@ -191,7 +191,7 @@ class Comparison:
         return replace(self, strategies=tuple(kept))
 
     def save(self, path: str | Path) -> None:
-        """Write atomically."""
+        """Write the record to a file, as a whole or not at all."""
         json_records.save(self, path)
 
     @classmethod

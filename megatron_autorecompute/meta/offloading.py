@@ -41,7 +41,7 @@ def left(source: torch.Tensor) -> State:
 
 
 def back(state: State) -> torch.Tensor:
-    """The tensor again."""
+    """The tensor that was copied out, on the device again."""
     shape, dtype, device = state
     return torch.empty(shape, dtype=dtype, device=device)
 

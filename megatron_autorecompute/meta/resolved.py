@@ -112,7 +112,7 @@ SAMPLE_BYTES = 8 + 8 + 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class GraphScope:
-    """What is captured."""
+    """What of a job its CUDA graphs capture."""
 
     implementation: str = "none"
     """One of `IMPLEMENTATIONS`."""

@@ -1,6 +1,7 @@
-"""The shapes that stages send each other before every tensor.
+"""Fills in the shapes that neighbouring stages would send before every tensor.
 
-They do so if microbatches differ in length, or if MTP depths are on another stage than the loss.
+Stages send shapes if microbatches differ in length, or if MTP depths are on another stage than
+the loss.
 Megatron's own code of `variable_seq_lengths` and `mtp_standalone` runs, with real small tensors on
 CPU. The fake process group delivers nothing, so this module fills in what a neighbour would have
 sent: neighbours run the same schedule, and send the shapes of their microbatches in its order.

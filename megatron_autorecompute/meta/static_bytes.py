@@ -50,7 +50,7 @@ class Parameters:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all parts."""
         return self.dense + self.expert + self.frozen
 
 
@@ -68,7 +68,7 @@ class Weights:
 
     @property
     def total(self) -> Parameters:
-        """Both."""
+        """The sum of both parts."""
         return self.quantised + self.others
 
 

@@ -403,8 +403,8 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
         raise ProfileError(
             f"To verify a plan its model is built again, but the profile's model.facts lack "
             f"{', '.join(lacking)}. Profiles that `auto` or `compare` measured of a GPTModel or a "
-            "HybridModel have them: measure again, or write them into the profile (docs/plan.md, "
-            "verify)."
+            "HybridModel have them: measure again, or write them into the profile "
+            "(docs/profile.md)."
         )
     if facts["transformer_impl"] != "local":
         raise ProfileError(

@@ -1,4 +1,4 @@
-"""How often each choice is measured, so that a profile of any model takes about a minute."""
+"""Measures a job's layers on one device; here, how often: a profile of any model takes a minute."""
 
 from megatron_autorecompute.runtime.samples import SAMPLES, TURNS
 

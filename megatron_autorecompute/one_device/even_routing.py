@@ -1,7 +1,7 @@
-"""Every expert gets equally many tokens, whatever the router's weights say.
+"""Makes a router give every expert equally many tokens, whatever its weights say.
 
-Under the fake process group all other ranks' tokens are this rank's, so that a routing would be no
-real one. A token goes to the next top-k experts in turn, as in a meta step.
+Under the fake process group all other ranks' tokens are copies of this rank's, so no routing would
+be a real one. A token goes to the next top-k experts in turn, as in a meta step.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ class Plan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write atomically."""
+        """Write the plan to a file, as a whole or not at all."""
         json_records.write_atomically(self.to_json(), path)
 
     @classmethod

@@ -24,7 +24,7 @@ class Box:
     height: float
 
     def overlap(self, other: Box) -> float:
-        """Common area."""
+        """The area that two boxes share."""
         wide = min(self.x + self.width, other.x + other.width) - max(self.x, other.x)
         high = min(self.y + self.height, other.y + other.height) - max(self.y, other.y)
         return wide * high if wide > 0 and high > 0 else 0.0

@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.planner.cost.layout import Chunk
-from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, StageCost
+from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
+from megatron_autorecompute.planner.search.neighbours import Neighbour
 from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
@@ -366,9 +367,11 @@ def _parts(cost: StageCost, *, graphs: bool) -> tuple[int, ...]:
 
 
 def neighbours_view(
-    plan: Plan, layer: int, stage: int, found: Iterable[tuple[LayerPolicy, PolicyCost]]
+    plan: Plan, layer: int, stage: int, found: Iterable[Neighbour]
 ) -> RenderableType:
     """One row per other choice of a layer."""
+    rows = neighbour_rows(plan, stage, found)
+    ties = any(row["tie"] for row in rows)
     chosen = plan.policy.layers[layer]
     unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
     columns = (
@@ -377,6 +380,7 @@ def neighbours_view(
         right("stage ms"),
         right(f"peak {unit.name}"),
         right("fits"),
+        *([right("tie")] if ties else []),
     )
     cells = [
         (
@@ -385,8 +389,9 @@ def neighbours_view(
             f"{row['stage_busy_ms']:+.3f}",
             unit.change(float(row["peak_bytes"])),
             "yes" if row["fits"] else "no",
+            *(["=" if row["tie"] else ""] if ties else []),
         )
-        for row in neighbour_rows(plan, stage, found)
+        for row in rows
     ]
     evidence = plan.evidence[stage]
     title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
@@ -396,19 +401,21 @@ def neighbours_view(
 
 
 def neighbour_rows(
-    plan: Plan, stage: int, found: Iterable[tuple[LayerPolicy, PolicyCost]]
+    plan: Plan, stage: int, found: Iterable[Neighbour]
 ) -> list[dict[str, str | float | bool]]:
-    """What each choice changes: step_ms, stage_busy_ms, peak_bytes (high end); whether it fits."""
+    """What each choice changes: step_ms, stage_busy_ms, peak_bytes (high end); whether it fits, and
+    whether the errors of the profile hide what it changes of the step."""
     now = plan.cost.stages[stage]
     return [
         {
-            "choice": str(choice),
-            "step_ms": cost.step_ms - plan.cost.step_ms,
-            "stage_busy_ms": cost.stages[stage].busy_ms - now.busy_ms,
-            "peak_bytes": cost.stages[stage].peak_high_bytes - now.peak_high_bytes,
-            "fits": cost.stages[stage].peak_high_bytes <= plan.budget_bytes[stage],
+            "choice": str(other.choice),
+            "step_ms": other.cost.step_ms - plan.cost.step_ms,
+            "stage_busy_ms": other.cost.stages[stage].busy_ms - now.busy_ms,
+            "peak_bytes": other.cost.stages[stage].peak_high_bytes - now.peak_high_bytes,
+            "fits": other.cost.stages[stage].peak_high_bytes <= plan.budget_bytes[stage],
+            "tie": other.is_tie,
         }
-        for choice, cost in found
+        for other in found
     ]
 
 

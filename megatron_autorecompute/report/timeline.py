@@ -157,7 +157,7 @@ class StageTimeline:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """A whole step."""
+    """The events of a whole step."""
 
     stages: tuple[StageTimeline, ...]
     step_ms: float

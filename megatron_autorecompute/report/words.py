@@ -1,4 +1,4 @@
-"""Numbers and proofs in the words, and choices in the colours, that all pages and tables share."""
+"""Formats numbers, proofs and choices of a plan, with the same words and colours on every page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds every step of a job, and how many lost ones it may have.
+"""Wraps every training step of a job, and ends the job after too many lost steps in a row.
 
 A loop that cannot lose a training call has a guard of its own: running out of memory is raised.
 """
@@ -53,7 +53,7 @@ class CallGuard:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Surround one training call."""
+        """Guard one training call."""
         self.outcome = self.own_outcome = FINE
         try:
             yield

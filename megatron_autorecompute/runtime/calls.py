@@ -1,4 +1,4 @@
-"""What all ranks know of the next training call, in a loop whose calls differ."""
+"""Makes all ranks agree on the next training call's lengths, in a loop whose calls differ."""
 
 from __future__ import annotations
 

@@ -362,5 +362,5 @@ def claim_auto(by: str) -> None:
 
 
 def release_auto(by: str) -> None:
-    """Withdraw a claim."""
+    """Withdraw the claim that a config's `auto` is run here."""
     _claims.remove(by)

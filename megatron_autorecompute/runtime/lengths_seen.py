@@ -1,5 +1,5 @@
-"""What measuring calls showed at which lengths, the lines through it, and the profile of a loop
-whose microbatches differ.
+"""Fits lines through measurements at several lengths, and makes the profile of a loop whose
+microbatches differ.
 """
 
 from __future__ import annotations

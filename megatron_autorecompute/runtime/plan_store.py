@@ -5,7 +5,6 @@ If the file cannot be written while training runs, the job goes on and tries aga
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,7 +40,7 @@ class PlanStore:
         self._unwritten: Plan | None = None
         self._steps_waited = 0
         if path is not None:
-            on_rank_0(lambda: _check_writable(Path(path)))
+            on_rank_0(lambda: json_records.check_writable(path))
 
     def known(self) -> Plan | None:
         """The stored plan if it is of this job; otherwise None, and prints why not. A file that
@@ -61,17 +60,16 @@ class PlanStore:
         return found
 
     def _read(self, path: str) -> Plan | str:
-        """The plan, or why it is not used: its job differs from this one, even if the rest is
-        unreadable, or it is damaged."""
+        """The plan, or why it is not used: it is damaged, or of another job than this one."""
         try:
-            text = json_records.read(path, "Plan")
-            changed = changes(_fingerprint_in(text) or self._fingerprint, self._fingerprint)
-            if not changed:
-                return Plan.from_json(text, path)
+            plan = Plan.load(path)
         except ProfileError as error:
             if isinstance(error.__cause__, OSError):
                 raise
             return _put_aside(path, error)
+        changed = changes(plan.profile.fingerprint, self._fingerprint)
+        if not changed:
+            return plan
         other = f"the plan in {path} is of another job, measuring again."
         return f"{other} Changed: {'; '.join(changed)}"
 
@@ -152,20 +150,3 @@ def _put_aside(path: str, error: ProfileError) -> str:
     except OSError as refused:
         raise error from refused
     return f"{path} holds no plan, is {aside} now, and this job measures again: {error}"
-
-
-def _fingerprint_in(text: str) -> dict[str, str] | None:
-    """The fingerprint in a plan file of any version; None if there is none (a damaged file)."""
-    try:
-        found = json.loads(text)["profile"]["fingerprint"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return {name: str(found[name]) for name in found} if isinstance(found, dict) else None
-
-
-def _check_writable(path: Path) -> None:
-    if path.is_dir():
-        raise ProfileError(f"The plan path {path} is a folder. Give the path of a file in it.")
-    probe = path.with_name(f"{path.name}.writable")
-    json_records.write_atomically("", probe)
-    probe.unlink(missing_ok=True)  # another job with this path may have removed it

@@ -1,4 +1,4 @@
-"""What was seen of one choice on one kind of layer, and the record that it makes.
+"""Collects what was measured of one choice on one kind of layer, and makes a record of it.
 
 Bytes are the most that was seen. A time is the lower quartile: what disturbs a step makes it
 longer, so the upper half of its runs says little of the layer. On an H100 the lower quartile of 12

@@ -64,7 +64,7 @@ class SeenTokens:
             self._counts = False
 
     def forget(self) -> None:
-        """Begin a call."""
+        """Forget the tokens of the call before."""
         self.longest = 0
         self.routed = []
         self._numbers.clear()

@@ -1,7 +1,8 @@
-"""The interleaved schedule with `overlap_p2p_comm` as Megatron's code has it: what each stage
-posts, waits for and runs, in order. A wait ends when both sides have posted the message.
+"""1F1B, and the interleaved schedule with `overlap_p2p_comm`, as Megatron's code has them: what
+each stage posts, waits for and runs, in order. A wait ends when both sides have posted the message.
 
-Source: `forward_backward_pipelining_with_interleaving` in `schedules.py`, and `_p2p_ops`.
+Source: `forward_backward_pipelining_with_interleaving`, `..._without_interleaving` in
+`schedules.py`, and `_p2p_ops`.
 """
 
 from collections import Counter
@@ -24,7 +25,10 @@ class Program:
         self.lines, self.posted = [], Counter()
         self.sent = {"send_next": [], "send_prev": []}
         self.received = {"recv_prev": [], "recv_next": []}
-        self._write(len(self.chunks))
+        if v > 1:
+            self._write(len(self.chunks))
+        else:
+            self._write_one_chunk(m)
 
     def chunk(self, k, forward):
         own = self.chunks[k % len(self.chunks)]
@@ -94,6 +98,25 @@ class Program:
             self._run(k, False)
             receives = self._receives(k, False) and k != total - 1
             self._cool(self._post(send_prev=self._sends(k, False), recv_next=receives), k + 1)
+
+    def _write_one_chunk(self, m):
+        first, last = self.stage == 0, self.stage == self.p - 1
+        warmup = min(self.p - 1 - self.stage, m)
+        for k in range(warmup):
+            self._wait(self._post(recv_prev=not first))
+            self._run(k, True)
+            self._wait(self._post(send_next=not last))
+        self._wait(self._post(recv_prev=not first and warmup < m))
+        for k in range(m - warmup):
+            self._run(k + warmup, True)
+            self._cool(self._post(send_next=not last, recv_next=not last), k)
+            self._run(k, False)
+            receives = not first and k != m - warmup - 1
+            self._wait(self._post(send_prev=not first, recv_prev=receives))
+        for k in range(m - warmup, m):
+            self._cool(self._post(recv_next=True), k)
+            self._run(k, False)
+            self._wait(self._post(send_prev=not first))
 
     def _cool(self, requests, following):
         """Without overlap: what was posted is waited for at once."""

@@ -39,7 +39,10 @@ def test_a_recompute_begins_as_soon_as_its_stage_is_free(schedule, data):
     assert max(expected) <= finished(schedule, forward, backward).max()
 
 
-@pytest.mark.parametrize(("p", "v", "m"), [(3, 2, 6), (4, 2, 4), (4, 2, 8), (4, 5, 8), (8, 2, 16)])
+@pytest.mark.parametrize(
+    ("p", "v", "m"),
+    [(2, 1, 4), (4, 1, 4), (8, 1, 16), (3, 2, 6), (4, 2, 4), (4, 2, 8), (4, 5, 8), (8, 2, 16)],
+)
 def test_replay_equals_what_megatron_posts_and_waits_for(p, v, m):
     rng = random.Random(f"{p} {v} {m}")
     for spread in (0, 10, 100, 400) * 5:

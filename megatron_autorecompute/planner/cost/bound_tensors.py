@@ -1,4 +1,4 @@
-"""Which boundary tensors Megatron's interleaved schedule still holds, or holds already.
+"""Lists the boundary tensors that variables of Megatron's interleaved schedule hold at each event.
 
 The variables are those of `forward_backward_pipelining_with_interleaving` in megatron-core's
 `schedules.py`. Nothing is replayed event by event: the order of events fixes the lifetime of every

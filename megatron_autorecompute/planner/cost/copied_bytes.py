@@ -1,4 +1,4 @@
-"""Bytes on the device that no record counts, because copies to host memory are under way."""
+"""Counts bytes that no record counts, because copies to host memory are under way."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ class Copied:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """When an event ran."""
+    """The times at which an event began and ended."""
 
     begin_ps: int
     end_ps: int

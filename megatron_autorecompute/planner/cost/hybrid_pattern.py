@@ -29,7 +29,7 @@ _MOST_SYMBOLS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class HybridPattern:
-    """A pattern, read."""
+    """The layers, stages and MTP depths that a layer pattern describes."""
 
     segments: tuple[str, ...]
     """Symbols of every pipeline chunk in model order; a single one if there is no `|`."""

@@ -48,7 +48,7 @@ class Point:
 
     @property
     def bytes(self) -> int:
-        """The bytes of both."""
+        """The bytes of the forward and the backward together."""
         return self.own_bytes + self.other_bytes
 
 

@@ -1,4 +1,4 @@
-"""The slots that all stages of a step work through: what stands in each, and what it waits for.
+"""Puts every event of a step into a slot, and says what each event waits for.
 
 Forward k of stage s stands in slot `stride * s + 2 * k`, and its backward j in the slot after
 forward `uncapped warm-up + j`. A stage then has at most one event per slot, in the right order, and

@@ -129,6 +129,10 @@ class StepErrors:
         own, others = max(pairs, key=lambda pair: pair[0].step_ps)
         return own.is_surely_shorter(others)
 
+    def ties_with(self, other: StepErrors) -> bool:
+        """Whether neither step is surely the shorter one."""
+        return not (self.surely_shorter(other) or other.surely_shorter(self))
+
 
 class _Clock:
     """Errors of a step that one clock alone decides.

@@ -1,4 +1,4 @@
-"""Costs of the units that a chunk runs under a policy, from a profile's records.
+"""Looks up in a profile's records what each unit of a chunk costs under a policy.
 
 A *unit* is a layer with its choice, one checkpoint around several layers, the embedding, the final
 norm, or the head.

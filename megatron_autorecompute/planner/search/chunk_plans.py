@@ -39,7 +39,7 @@ class _Pick(Protocol):
         """Lengths of the checkpoints that are tried there."""
 
     def keep(self, place: int, rows: Ints, runs: Ints) -> Ints:
-        """Which of some rows."""
+        """Which of the given rows to keep."""
 
 
 class Walk:

@@ -39,7 +39,7 @@ _LAYERS_SOLVED = 1 << 10
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """One candidate, solved."""
+    """The plan of one candidate layout."""
 
     problem: Problem
     solution: Solution

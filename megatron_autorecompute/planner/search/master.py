@@ -36,7 +36,7 @@ _FEW_STAGES = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solved:
-    """What the program says."""
+    """The answer of the linear program."""
 
     step: float
     """The step in ps."""

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
+from megatron_autorecompute.planner.cost.step_interval import StepErrors
 from megatron_autorecompute.planner.search.offload_settings import settings_of_whole_layers
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy
 
 
-def neighbours(
-    problem: Problem, policy: RecomputePolicy, layer: int
-) -> list[tuple[LayerPolicy, PolicyCost]]:
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """A policy that differs from another one at one layer."""
+
+    choice: LayerPolicy
+    """The layer's."""
+    cost: PolicyCost
+    """That of the whole policy."""
+    is_tie: bool
+    """Whether the profile's errors do not say which of both steps is shorter."""
+
+
+def neighbours(problem: Problem, policy: RecomputePolicy, layer: int) -> list[Neighbour]:
     """What each other choice at one layer would cost, the rest of the policy unchanged.
 
     Raises: as `changed_at`.
     """
-    changed = changed_at(problem, policy, layer)
-    return [(choice, problem.cost(other)) for choice, other in changed]
+    own = StepErrors(problem.costs, policy)
+    return [
+        Neighbour(choice, problem.cost(other), own.ties_with(StepErrors(problem.costs, other)))
+        for choice, other in changed_at(problem, policy, layer)
+    ]
 
 
 def changed_at(

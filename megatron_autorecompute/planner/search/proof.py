@@ -1,4 +1,4 @@
-"""The rest of a small problem as an integer program over all plans that may still be better.
+"""Solves the rest of a small problem by an integer program over all plans that may be better.
 
 Paths are added to the program when they turn out to be longer than it assumed.
 """

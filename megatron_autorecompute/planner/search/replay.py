@@ -1,4 +1,4 @@
-"""Steps of many choices at once, in a unit in which their sums stay exact."""
+"""Replays the steps of many choices at once, in a unit in which sums stay exact."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ class Replay:
 
 
 def length(path: Ints, times: Ints | Floats) -> float:
-    """What a path takes."""
+    """The time of a path through the schedule, in the unit of `times`."""
     return float((path.astype(np.float64) * times).sum())

@@ -369,7 +369,7 @@ class _Front:
             self.loads, self.costs = self.loads[::step], self.costs[ends]
 
     def beside(self, other: _Front, points: int) -> _Front:
-        """The combination of both."""
+        """The combination of this one and another one."""
         loads = (self.loads[:, None] + other.loads).ravel()
         return _Front(loads, (self.costs[:, None] + other.costs).ravel(), points)
 

@@ -1,4 +1,4 @@
-"""The least that any plan of a chunk costs at some prices.
+"""Bounds from below what any plan of a chunk costs at given prices.
 
 A plan costs its time in forwards and backwards, the bytes that it holds, and its highest points in
 both directions, each at a price. The highest point is at least any mixture of the heights of its

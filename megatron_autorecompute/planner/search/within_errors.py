@@ -1,4 +1,4 @@
-"""The fastest policy gives way to a setting of Megatron's that the profile cannot tell from it."""
+"""Takes Megatron's best setting if the profile cannot tell that the fastest policy is faster."""
 
 from __future__ import annotations
 
