@@ -19,7 +19,7 @@ class CompareCommand(Command):
 
     def run(self, args: Namespace) -> None:
         """Compare, and print the table and where the files are; raises as the comparison does."""
-        # Its ranks load torch and Megatron.
+        # Loads matplotlib, and its ranks torch and Megatron.
         from megatron_autorecompute.compare.run import FILES, PAGE, compare
 
         folder = compare(args.flags, console(), f"megatron-autorecompute {self.name}")

@@ -18,7 +18,6 @@ from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import check_output, print_result, progress_bars
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
 from megatron_autorecompute.cli.values import MOST_POINTS, at_least, picture
-from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.planner.cost.outcomes import Outcomes
 from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, curve_point
 from megatron_autorecompute.planner.search.curve import pareto
@@ -54,8 +53,8 @@ class ParetoCommand(Command):
         parser.add_argument(
             "--plot",
             type=picture,
-            metavar="FILE.svg",
-            help="also draw the curve and Megatron's own settings, as SVG",
+            metavar="FILE",
+            help="also draw the curve and Megatron's own settings; the name says PNG or SVG",
         )
         form = parser.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_true", help="print all as JSON, not a table")
@@ -104,6 +103,8 @@ def _without_offload(problem: Problem, num_points: int) -> list[CurvePoint]:
 def _draw(
     problem: Problem, strategies: Sequence[ManualResult], num_points: int, path: Path
 ) -> None:
+    from megatron_autorecompute.report.drawn import save_picture  # loads matplotlib
+
     with progress_bars() as bars:
         task = bars.add_task("Picture", total=1)
         points = best_points(
@@ -115,7 +116,7 @@ def _draw(
         )
     name = problem.profile.model.name
     title = f"{name}: the best policy for every budget (line), Megatron's own settings (points)"
-    write_atomically(curve_svg(Curve(name, points, tuple(strategies)), title), path)
+    save_picture(curve_svg(Curve(name, points, tuple(strategies)), title), path)
     streams.say(f"Drawn: {path}.")
 
 

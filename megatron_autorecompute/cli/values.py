@@ -67,10 +67,10 @@ def file(text: str) -> Path:
 
 
 def picture(text: str) -> Path:
-    """A path that names an SVG file."""
+    """A path that names a PNG or SVG file."""
     path = file(text)
-    if path.suffix != ".svg":
-        raise ArgumentTypeError(f"{text!r}: give a name that ends with .svg")
+    if path.suffix not in (".png", ".svg"):
+        raise ArgumentTypeError(f"{text!r}: give a name that ends with .png or .svg")
     return path
 
 

@@ -11,8 +11,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megatron_autorecompute.compare.comparison import Comparison, Family, StrategyResult
-from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.report.chart import FRAME, Box, Chart, Name, circle, path
+from megatron_autorecompute.report.drawn import save_picture
 from megatron_autorecompute.units import MIB
 
 _COLOUR: dict[Family, str] = {
@@ -127,7 +127,7 @@ def picture(comparison: Comparison, path: Path) -> None:
     bars = [_bar(chart, strategy) for strategy in timed]
     names = [Name(*_place(chart, s), s.name, *_looks(s)) for s in timed]
     points = [_point(chart, strategy) for strategy in timed[::-1]]
-    write_atomically(chart.svg(points, names, bars, _title(comparison)), path)
+    save_picture(chart.svg(points, names, bars, _title(comparison)), path)
 
 
 def _place(chart: Chart, strategy: StrategyResult) -> tuple[float, float]:

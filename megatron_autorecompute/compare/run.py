@@ -72,7 +72,7 @@ COUNTS = (
     "pipeline_stages",
 )
 RECORD, TABLE = "comparison.json", "comparison.md"
-PICTURE, PLAN, PAGE = "comparison.svg", "plan.json", "plan.html"
+PICTURE, PLAN, PAGE = "comparison.png", "plan.json", "plan.html"
 FILES = (RECORD, TABLE, PICTURE, PLAN, PAGE)
 RANK_BYTES = 1 << 28
 """The least memory of a process that has loaded torch and Megatron."""
@@ -90,7 +90,7 @@ class Settings:
     text: str | None = option(
         None, "file to train on, its bytes as tokens (default: this program's source)"
     )
-    output: str = option("build/compare", "folder for comparison.json, .md and .svg, and our plan")
+    output: str = option("build/compare", "folder for comparison.json, .md and .png, and our plan")
     budget_gib: float | None = option(None, "memory each pipeline stage may use, in GiB")
     budget_fraction: float = option(
         0.5, "where the budget stands between full (0) and none (1) when not given in GiB"

@@ -132,11 +132,10 @@ class Chart:
         """The picture; the names that matter most come first, and do not cover what is occupied."""
         inside = [*self._ground(), *parts, *self._names(names, occupied)]
         inside += [text(FRAME.x, FRAME.y - 3, title, colour=INK)] * bool(title)
-        looks = ' style="background:#fff"' * bool(title)  # a file of its own, on any page
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" class="curve" viewBox="0 0 {_WIDTH} '
-            f'{_HEIGHT}" font-family="system-ui, sans-serif" role="group"{looks} '
-            'aria-label="Step time against memory">\n' + "\n".join(inside) + "\n</svg>\n"
+            f'{_HEIGHT}" font-family="system-ui, sans-serif" role="group" '
+            'aria-label="Step time against memory">\n' + "\n".join(inside) + "\n</svg>"
         )
 
     def _ground(self) -> Iterator[str]:

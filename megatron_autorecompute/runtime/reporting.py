@@ -1,11 +1,14 @@
-"""Reports the plan that runs: a table on rank 0, figures and tables for TensorBoard and W&B."""
+"""Reports the plan that runs: a table on rank 0, figures, pictures and tables for TensorBoard and
+Weights & Biases.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 from rich.console import Console
@@ -13,8 +16,6 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.cost_table import COSTS, cost_rows, costs_markdown
-from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.terminal import (
     imbalance_lines,
     legend,
@@ -44,7 +45,7 @@ def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
             figures = {"measured_peak_gib": peaks[stage] / GIB, **figures}
         for name, value in figures.items():
             _write(job, f"recompute/{name}/stage{stage}", value, iteration)
-    show(plan, job.writers(), iteration)
+    show(plan, peaks, job.writers(), iteration)
 
 
 def report(plan: Plan, decisions: Decisions, peaks: Sequence[int] | None) -> str:
@@ -128,39 +129,75 @@ def _legend(plan: Plan) -> str:
 logger = logging.getLogger(__name__)
 
 
-def show(plan: Plan, writers: Any, iteration: int) -> None:
-    """Give every writer the policy, and what each choice costs, as `recompute/…`.
+def show(plan: Plan, measured_bytes: Sequence[int] | None, writers: Any, iteration: int) -> None:
+    """Give every writer the policy, the memory curve and what each choice costs, as `recompute/…`.
 
-    What cannot be written is left out with a warning; it never ends the job.
+    What cannot be made or written is left out with a warning; it never ends the job.
 
     Args:
         plan: the plan that runs.
-        writers: TensorBoard's and W&B's.
+        measured_bytes: peak of every stage in a step under the plan; None if none was read.
+        writers: TensorBoard's and W&B's; nothing is drawn if there are none.
         iteration: the step that the writers are told.
     """
+    parts = {name: cache(partial(make, plan, measured_bytes)) for name, make in _PARTS.items()}
     for writer in writers:
-        try:
-            if hasattr(writer, "add_text"):
-                writer.add_text("recompute/policy", _policy_markdown(plan), iteration)
-                writer.add_text("recompute/costs", costs_markdown(plan), iteration)
-            else:
-                wandb = _wandb(writer)
-                costs = wandb.Table(columns=list(COSTS), data=cost_rows(plan))
-                parts = {"recompute/policy": wandb.Html(strip_svg(plan)), "recompute/costs": costs}
-                writer.log(parts, iteration)
-        except Exception as error:  # a table is not worth a job
-            logger.warning("recompute auto: %s gets no table: %r", type(writer).__name__, error)
+        is_tensorboard = hasattr(writer, "add_scalar")
+        write = _to_tensorboard if is_tensorboard else _to_wandb
+        for name, part in parts.items():
+            try:
+                write(writer, f"recompute/{name}", part(), iteration)
+            except Exception as error:  # a picture is not worth a job
+                where = "TensorBoard" if is_tensorboard else "Weights & Biases"
+                logger.warning("recompute auto: %s gets no recompute/%s: %r", where, name, error)
 
 
-def _policy_markdown(plan: Plan) -> str:
-    """A row per stage, which Markdown leaves as it is."""
-    stages = (strip(plan.policy, chunks) for chunks in plan.layout.stages)
-    rows = [f"stage {number}: {row}" for number, row in enumerate(stages)]
-    return "\n".join(f"    {line}" for line in [*rows, _legend(plan)])
+def _policy(plan: Plan, measured_bytes: Sequence[int] | None) -> Any:
+    from megatron_autorecompute.report import job_pictures  # matplotlib takes time to import
+
+    return job_pictures.policy_image(plan)
+
+
+def _memory(plan: Plan, measured_bytes: Sequence[int] | None) -> Any:
+    from megatron_autorecompute.report import job_pictures
+
+    return job_pictures.memory_image(plan, measured_bytes)
+
+
+def _costs(plan: Plan, measured_bytes: Sequence[int] | None) -> Plan:
+    return plan
+
+
+_PARTS: dict[str, Callable[[Plan, Sequence[int] | None], Any]] = {
+    "policy": _policy,
+    "memory": _memory,
+    "costs": _costs,
+}
+
+
+def _to_tensorboard(writer: Any, name: str, part: Any, iteration: int) -> None:
+    from megatron_autorecompute.report import job_pictures
+
+    if isinstance(part, Plan):
+        writer.add_text(name, job_pictures.costs_markdown(part), iteration)
+    else:
+        writer.add_image(name, part, iteration, dataformats="HWC")
+
+
+def _to_wandb(writer: Any, name: str, part: Any, iteration: int) -> None:
+    from megatron_autorecompute.report import job_pictures
+
+    module = _wandb(writer)
+    if isinstance(part, Plan):
+        rows = job_pictures.cost_rows(part)
+        shown = module.Table(columns=list(job_pictures.COSTS), data=rows)
+    else:
+        shown = module.Image(part)
+    writer.log({name: shown}, iteration)
 
 
 def _wandb(writer: Any) -> Any:
     """The module with W&B's classes: Megatron's writer is the module itself, others have a run."""
-    if hasattr(writer, "Table"):
+    if hasattr(writer, "Image"):
         return writer
     return sys.modules[type(writer).__module__.partition(".")[0]]

@@ -133,21 +133,22 @@ def test_show_draws_the_policy_for_a_document_and_prints_the_same(planned, tmp_p
     assert strip_path.read_text() == strip_svg(Plan.load(path))
 
 
-def test_pareto_also_draws_the_curve(tmp_path, capsys):
+@pytest.mark.parametrize(("name", "begins"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])
+def test_pareto_draws_a_picture_of_the_kind_that_its_name_says(name, begins, tmp_path, capsys):
     words = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "2"]
     assert main(words) == 0
     plain = capsys.readouterr().out
-    assert main([*words, "--plot", str(tmp_path / "a.svg")]) == 0
+    assert main([*words, "--plot", str(tmp_path / name)]) == 0
     assert capsys.readouterr().out == plain
-    assert (tmp_path / "a.svg").read_text().startswith("<svg ")
+    assert (tmp_path / name).read_bytes().startswith(begins)
 
 
 def test_a_picture_of_an_unknown_kind_or_in_no_folder_is_refused(tmp_path, capsys):
     words = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "2", "--plot"]
     with pytest.raises(SystemExit, match="2"):
-        main([*words, "a.png"])
-    assert "ends with .svg" in capsys.readouterr().err
-    assert main([*words, str(tmp_path / "none" / "a.svg")]) == ProfileError.exit_code
+        main([*words, "a.jpg"])
+    assert "ends with .png or .svg" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "none" / "a.png")]) == ProfileError.exit_code
     assert "Cannot write" in capsys.readouterr().err
 
 

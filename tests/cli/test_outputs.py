@@ -24,7 +24,7 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     shutil.copy(PROFILE, folder / "profile.json")
     shutil.copy(JOB, folder / "job.yaml")
-    shutil.copy(folder / "profile.json", folder / "profile.svg")
+    shutil.copy(folder / "profile.json", folder / "profile.png")
     profile = ("--profile", str(folder / "profile.json"))
     assert main(["plan", *profile, *SHAPE, *BUDGET, "-o", str(folder / "plan.json")]) == 0
     shutil.copy(folder / "plan.json", folder / "plan.html")
@@ -45,7 +45,7 @@ def files(tmp_path_factory):
         ("profile", "--device", "cpu", *GPU, "job.yaml", "-o", "./job.yaml"),
         ("plan", "--profile", "profile.json", *SHAPE, *BUDGET, "-o", "profile.json"),
         ("plan", "--profile", "plan.json", "profile.json", *BUDGET, "-o", "profile.json"),
-        ("pareto", "--profile", "profile.svg", *SHAPE, "--plot", "profile.svg"),
+        ("pareto", "--profile", "profile.png", *SHAPE, "--plot", "profile.png"),
         ("show", "plan.json", "--svg", "plan.json"),
         ("report", "plan.json", "-o", "plan.json"),
         ("report", "plan.html"),

@@ -117,7 +117,7 @@ def test_every_setting_of_megatrons_was_tried_or_has_a_reason(finished):
 
 def test_the_files_around_the_record_are_written(finished):
     folder, _ = finished
-    assert (folder / "comparison.svg").read_text().startswith("<svg ")
+    assert (folder / "comparison.png").read_bytes()[:4] == b"\x89PNG"
     comparison = Comparison.load(folder / "comparison.json")
     rows = comparison.rows()
     assert (folder / "comparison.md").read_text().count("\n| ") == 2 + len(rows)
@@ -416,7 +416,7 @@ def test_interrupting_keeps_what_was_finished(running, tmp_path):
     kept = "what was finished is in the output folder"
     assert errors == f"megatron-autorecompute compare: interrupted: {kept}.\n"
     assert not Comparison.load(tmp_path / "comparison.json").complete
-    assert (tmp_path / "comparison.svg").exists()
+    assert (tmp_path / "comparison.png").exists()
 
 
 def test_no_figure_is_cut_off_beside_a_long_name(finished):
@@ -449,8 +449,8 @@ def test_a_folder_never_holds_files_of_two_comparisons(finished, measured, tmp_p
         assert main([*SMALL, "--output", str(tmp_path)]) == 130
     found = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     if measured:
-        assert found.keys() == {"comparison.json", "comparison.md", "comparison.svg"}
-        assert found["comparison.svg"] != earlier["comparison.svg"]
+        assert found.keys() == {"comparison.json", "comparison.md", "comparison.png"}
+        assert found["comparison.png"] != earlier["comparison.png"]
     else:
         assert found == earlier
         assert "is as it was" in capsys.readouterr().err
@@ -460,11 +460,11 @@ def test_a_picture_that_cannot_be_written_leaves_the_table_on_the_screen(
     finished, tmp_path, capsys
 ):
     whole = Comparison.load(finished[0] / "comparison.json")
-    (tmp_path / "comparison.svg").mkdir()
+    (tmp_path / "comparison.png").mkdir()
     with ranks_that_say([whole]):
         assert main([*SMALL, "--output", str(tmp_path)]) == 4
     said = capsys.readouterr()
-    assert "comparison.svg: Is a directory" in " ".join(said.err.split())
+    assert "comparison.png: Is a directory" in " ".join(said.err.split())
     assert "manual" in said.out
 
 
