@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from megatron_autorecompute.compat import model_layers, stage_layout
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile
+from megatron_autorecompute.report.recorded import recorded_step
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import ModelShard, choices
@@ -28,6 +31,9 @@ from megatron_autorecompute.runtime.samples import lower_quartile
 
 CORRECTIONS = 4
 """How often a plan that does not fit when run is corrected before it is reported as not fitting."""
+RECORDED_STEPS = 3
+HISTORY = 1_000_000
+"""Events of the allocator that torch keeps; a step has some thousand for each layer."""
 FRAGMENTS = 0.01
 """Of the budget: what a plan gives back after running out of memory below its predicted peak."""
 
@@ -200,6 +206,42 @@ class Contest:
             "predicted_ms": solution.cost.step_ms,
             "fits": peak.fits(budget_bytes),
             "corrections": corrections,
+        }
+
+    def record_memory(self, profile: Profile, folder: Path) -> dict[str, Any] | None:
+        """Torch's memory history of some steps under our plan, held against the plan.
+
+        The budget is halfway between what the leanest and the fastest plan need. The plan and the
+        history stay in the folder, for `megatron-autorecompute report PLAN --snapshot HISTORY`.
+
+        Returns:
+            How the step was found, and planned and recorded bytes of its parts and of layers; None
+            off CUDA, where torch records nothing.
+        """
+        if not self.job.on_cuda:
+            return None
+        problem = Problem(profile, self.layout, self.schedule)
+        lean, fast = problem.stages.leanest[0].peak_bytes, problem.stages.fastest[0].peak_bytes
+        plan = make_plan(problem.at((lean + fast) // 2))
+        plan.save(folder / f"{self.case.name}.plan.json")
+        history = folder / f"{self.case.name}.rank0.pickle"
+        with self.job.strategy(plan.policy.format()):
+            torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY)
+            try:
+                for _ in range(RECORDED_STEPS):
+                    self.job.step()
+                torch.cuda.memory._dump_snapshot(str(history))
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        step = recorded_step(plan, history)
+        return {
+            "policy": plan.policy.format(),
+            "plan": f"{self.case.name}.plan.json",
+            "history": history.name,
+            "found": step.found,
+            "no_layers": step.no_layers,
+            "moments": [asdict(moment) for moment in step.moments],
+            "layers": [asdict(layer) for layer in step.layers],
         }
 
     def rest_ms(self, profile: Profile) -> float:

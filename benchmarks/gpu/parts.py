@@ -96,7 +96,8 @@ def _duel(
 
 
 def fidelity(contest: Contest, ledger: Ledger, rounds: int) -> None:
-    """Part 3: peaks and step times of random policies, predicted and measured."""
+    """Part 3: predicted against measured peak and step time of random mixed policies, and torch's
+    memory history of one plan against its timeline."""
     profile = _read({"value": ledger.item("profile", lambda: _profile(contest))})
     rest_ms = ledger.item("rest_ms", lambda: contest.rest_ms(profile))
 
@@ -112,6 +113,8 @@ def fidelity(contest: Contest, ledger: Ledger, rounds: int) -> None:
     texts = [policy.format() for policy in random_policies(profile, POLICIES)]
     for number, text in enumerate(texts):
         ledger.item(f"policy/{number}", lambda text=text: compared(text))
+    folder = ledger.results.path.parent
+    ledger.item("memory_history", lambda: contest.record_memory(profile, folder))
 
 
 def overhead(contest: Contest, ledger: Ledger, rounds: int) -> None:

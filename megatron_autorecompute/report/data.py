@@ -15,6 +15,7 @@ from megatron_autorecompute.planner.search.manual import manual_policy, manual_s
 from megatron_autorecompute.planner.search.neighbours import changed_at
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import WHOLE, LayerPolicy, MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
 
@@ -80,6 +81,8 @@ class ReportData:
     """Time against budget, with Megatron's own settings."""
     pastes: tuple[Paste, ...]
     """What to paste, the most likely first."""
+    recorded: RecordedStep | None = None
+    """A step of one stage as torch recorded it."""
     speed: str = ""
     """A sentence on bubble and throughput; empty for none."""
 

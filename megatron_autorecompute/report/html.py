@@ -17,6 +17,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.copies import Copy, StepCopies
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData
+from megatron_autorecompute.report.recorded_html import recorded_data, recorded_tables
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
@@ -51,6 +52,7 @@ def html(data: ReportData) -> str:
         stages=list(zip(plan.cost.stages, plan.budget_bytes, plan.layout.stages, strict=True)),
         memory_parts=_PARTS,
         share=lambda part, whole: f"{100 * part / whole:.2f}%",
+        recorded=recorded_tables(data.recorded),
         strip_style=STYLE,
         strip=strip_svg(plan, interactive=True),
         curve=curve_svg(data.curve),
@@ -88,6 +90,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
     return {
         "step": data.timeline.step_ms,
         "tightest": tightest,
+        "recorded": recorded_data(data.recorded),
         "stages": [_stage_data(plan, stage) for stage in data.timeline.stages],
         "layers": [
             {

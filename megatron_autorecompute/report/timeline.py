@@ -189,6 +189,29 @@ def timeline(plan: Plan) -> Timeline:
     return Timeline(stages, step_ms, plan.schedule.num_microbatches)
 
 
+def event_peaks(stage: StageTimeline) -> Bytes:
+    """The most bytes alive in every event of a stage."""
+    reach = np.zeros((2, len(stage.units)), np.int64)
+    for chunk, units in enumerate(stage.units):
+        held = np.cumsum([unit.held_bytes for unit in units])
+        for side in (0, 1):
+            transient = [
+                (unit.forward_transient_bytes, unit.backward_transient_bytes)[side]
+                for unit in units
+            ]
+            reach[side, chunk] = (held + transient).max() if units else 0
+    below = stage.static_bytes + stage.in_flight_bytes + stage.outside_bytes + stage.overhead_bytes
+    peaks: Bytes = below + reach[stage.backward.astype(np.intp), stage.chunk]
+    if stage.copies is None:
+        return peaks
+    every = [range(len(stage.units[chunk])) for chunk in stage.chunk]
+    highest = [
+        max((stage.bytes_at(event, unit).total_bytes for unit in units), default=peaks[event])
+        for event, units in enumerate(every)
+    ]
+    return np.array(highest, np.int64)
+
+
 def _with_copies(plan: Plan, stage: int, step: OffloadedStep) -> StageTimeline:
     ran = step.stages[stage].ran
     start_ms, end_ms = (

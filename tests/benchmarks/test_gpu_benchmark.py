@@ -1,10 +1,12 @@
 """The GPU benchmarks' own machinery, which needs no GPU: resuming, budgets, pages, parts."""
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +25,13 @@ from benchmarks.gpu.results import (
     spread,
 )
 from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.profile import Profile, StaticBytes
 from megatron_autorecompute.units import GIB
+from tests.report.snapshots import as_planned, dumped
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"device": "NVIDIA H200", "torch": "2.11.0"}
@@ -121,6 +127,53 @@ def test_a_damaged_or_newer_file_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(BenchmarkError, match=str(path)):
         Results.load(path)
+
+
+# --- torch's memory history -----------------------------------------------------------------------
+
+
+class Recorded:
+    """A job on CUDA, as far as recording asks; its history is what the plan says."""
+
+    on_cuda = True
+    policy = None
+    steps = 0
+
+    @contextlib.contextmanager
+    def strategy(self, text):
+        self.policy = text
+        yield
+
+    def step(self):
+        self.steps += 1
+
+
+def test_the_memory_history_of_our_plan_lies_beside_it_and_agrees(tmp_path, monkeypatch):
+    profile, asked = Profile.load(ROOT / "examples/profiles/gpt-760m-48l.json"), []
+    kinds = tuple(replace(kind, static=StaticBytes()) for kind in profile.kinds)
+    outside = {"embedding_static": StaticBytes(), "head_static": StaticBytes()}
+    profile = replace(profile, kinds=kinds, stages=(), **outside)
+    layout, schedule = Layout.from_flags(48, 1), Schedule(1, 1, 4)
+
+    def dump(path):
+        dumped(as_planned(Plan.load(tmp_path / "gpt.plan.json"), 0).snapshot(), Path(path))
+
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **settings: asked.append(settings)
+    )
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    job = Recorded()
+    contest = Namespace(job=job, case=Namespace(name="gpt"), layout=layout, schedule=schedule)
+    found = Contest.record_memory(contest, profile, tmp_path)
+    assert job.policy == found["policy"]
+    assert job.steps == 3
+    assert (asked[0]["stacks"], asked[-1]["enabled"]) == ("python", None)
+    assert {found["plan"], found["history"]} == {path.name for path in tmp_path.iterdir()}
+    assert len(found["layers"]) >= 48
+    for part in (*found["moments"], *found["layers"]):
+        assert part["recorded_bytes"] == pytest.approx(part["predicted_bytes"], abs=1 << 12)
+    job.on_cuda = False
+    assert Contest.record_memory(contest, profile, tmp_path) is None
 
 
 # --- budgets and figures --------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.terminal import shortened, strip
+from tests.report.snapshots import as_planned, dumped
 
 ROOT = Path(__file__).parents[2]
 PROFILES = ROOT / "examples" / "profiles"
@@ -121,6 +122,42 @@ def test_explain_without_a_layer_splits_every_stages_peak(planned, capsys):
     assert out.count("bound by") == 4
     assert main(["explain", str(path), "--json"]) == 0
     assert [row["stage"] for row in json.loads(capsys.readouterr().out)] == [0, 1, 2, 3]
+
+
+def test_report_draws_a_snapshot_beside_the_prediction_of_its_stage(planned, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    plan, snapshot = Plan.load(planned[1]), tmp_path / "snapshot_oom_rank-0.pickle"
+    dumped(as_planned(plan, 0).snapshot(), snapshot)
+    words = ["report", str(planned[1]), "--snapshot", str(snapshot), "-o", str(page)]
+    assert main(words) == 0
+    assert f"Written: {page}" in capsys.readouterr().out
+    assert "Recorded beside predicted: stage 0" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "code", "message"),
+    [
+        ("absent_rank0.pickle", [], 4, "absent_rank0.pickle cannot be read: No such file"),
+        ("plan.json", ["--stage", "1"], 4, "plan.json is no whole pickle"),
+        ("plan.json", [], 9, "plan.json names no rank, which does not tell the pipeline stage"),
+        ("plan.json", ["--stage", "9"], 9, "--stage 9: the plan has stages 0 to 3."),
+    ],
+)
+def test_a_snapshot_that_cannot_be_used_is_one_line(
+    planned, tmp_path, name, flags, code, message, capsys
+):
+    plan, page = planned[1], tmp_path / "page.html"
+    snapshot = ["--snapshot", str(plan.parent / name), *flags]
+    assert main(["report", str(plan), *snapshot, "-o", str(page)]) == code
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert not page.exists()
+
+
+def test_a_stage_without_a_snapshot_is_refused(planned, capsys):
+    assert main(["report", str(planned[1]), "--stage", "1"]) == 9
+    assert "give --snapshot FILE with it" in capsys.readouterr().err
 
 
 def test_show_draws_the_policy_for_a_document_and_prints_the_same(planned, tmp_path, capsys):

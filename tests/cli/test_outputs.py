@@ -49,6 +49,7 @@ def files(tmp_path_factory):
         ("show", "plan.json", "--svg", "plan.json"),
         ("report", "plan.json", "-o", "plan.json"),
         ("report", "plan.html"),
+        ("report", "plan.json", "--snapshot", "profile.json", "-o", "profile.json"),
         ("trace", "plan.json", "-o", "plan.json"),
         ("trace", "plan.json", "-o", "link.json"),
         ("trace", "link.json", "-o", "plan.json"),

@@ -16,10 +16,9 @@ from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostTimes
-from megatron_autorecompute.report.timeline import timeline
+from megatron_autorecompute.report.timeline import event_peaks, timeline
 from tests.planner.random_profiles import drawn
 from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
-from tests.report.plans import highest_bytes
 
 LAYERS = 8
 
@@ -197,4 +196,4 @@ def test_a_plan_file_keeps_what_begins_early(tmp_path):
     step = timeline(read)
     assert step.step_ms == pytest.approx(plan.cost.step_ms)
     for drawn_stage, cost in zip(step.stages, plan.cost.stages, strict=True):
-        assert highest_bytes(drawn_stage) == cost.peak.bytes
+        assert event_peaks(drawn_stage).max() == cost.peak.bytes

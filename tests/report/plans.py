@@ -75,16 +75,6 @@ def example_data(*args):
     return report_data(example_plan(*args))
 
 
-def highest_bytes(stage):
-    """The most bytes alive in any unit of a stage that is drawn."""
-    units = [range(len(stage.units[chunk])) for chunk in stage.chunk]
-    return max(
-        stage.bytes_at(event, unit).total_bytes
-        for event, of_event in enumerate(units)
-        for unit in of_event
-    )
-
-
 @functools.cache
 def long_step():
     """What the report shows of 126 layers, 16 stages, 8 chunks, 256 microbatches: 65,536 events."""

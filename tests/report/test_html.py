@@ -16,8 +16,10 @@ import megatron_autorecompute
 from megatron_autorecompute.planner.search.neighbours import neighbours
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html, packed, page_data
+from megatron_autorecompute.report.recorded import recorded_step
 from megatron_autorecompute.units import GIB
 from tests.report.plans import THREE, example_data, long_step, random_plan
+from tests.report.snapshots import as_planned, dumped
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +130,37 @@ def test_what_is_drawn_adds_up_to_the_planned_bytes_and_times(data):
         for gap, code, start in zip(drawn["gap"], drawn["code"], stage.start_ms, strict=True):
             assert end + gap == pytest.approx(start, abs=0.01)
             end += gap + drawn["chunks"][code >> 1]["ms"][code & 1]
+
+
+@pytest.fixture(scope="module")
+def with_snapshot(data, tmp_path_factory):
+    recorder = as_planned(data.plan, 1, more={9: 40 << 20})
+    path = dumped(recorder.snapshot(), tmp_path_factory.mktemp("recorded") / "<rank> 2.pickle")
+    return replace(data, recorded=recorded_step(data.plan, path, 1))
+
+
+def test_a_recorded_step_is_a_line_and_two_tables(with_snapshot):
+    page = html(with_snapshot)
+    text = text_of(page)
+    assert "Recorded beside predicted: stage 1" in text
+    assert "<rank> 2.pickle. The last whole step of the history" in text
+    assert re.search(
+        r"By layers.*<td>layer 9</td>(<td[^>]*>[\d.]+ MiB</td>){2}[^+]*\+40\.0 MiB", page
+    )
+    assert re.search(
+        r"By the step's parts.*; \d+ with smaller differences, or none, are left out", text
+    )
+    assert "<rank>" not in page
+    drawn = page_data(with_snapshot)["recorded"]
+    step = with_snapshot.recorded
+    assert drawn["stage"] == 1
+    assert np.cumsum(drawn["bytes"]).tolist() == step.level_bytes.tolist()
+    assert np.cumsum(drawn["at"]) == pytest.approx(step.at_ms, abs=0.01)
+
+
+def test_without_a_snapshot_there_is_no_such_section(data):
+    assert "Recorded beside predicted" not in html(data)
+    assert page_data(data)["recorded"] is None
 
 
 @pytest.mark.parametrize("seed", [0, 4, 11, 20])

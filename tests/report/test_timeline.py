@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from megatron_autorecompute.planner.cost.peak_memory import Breakdown
-from megatron_autorecompute.report.timeline import timeline
+from megatron_autorecompute.report.timeline import event_peaks, timeline
 from tests.planner import moments
-from tests.report.plans import copying_plan, early_plan, example_plan, highest_bytes, random_plan
+from tests.report.plans import copying_plan, early_plan, example_plan, random_plan
 
 SEEDS = range(18)
 
@@ -57,7 +57,7 @@ def test_the_binding_moment_is_as_full_as_the_plan_says(seed):
         else:
             moment = stage.binding.event, stage.binding.unit
             assert bytes_at(stage, *moment) == cost.peak.breakdown
-            assert highest_bytes(stage) == cost.peak.bytes
+            assert event_peaks(stage).max() == cost.peak.bytes
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -26,6 +26,7 @@ GPT_IS_THE_SUBJECT = {
 }
 """Why a file's GPTModel is what it tests, and where the same is asked of a HybridModel."""
 OLDER = {
+    "compare/test_recorded_step.py",
     "compat/test_lost_step.py",
     "meta/test_pipeline_against_megatron.py",
     "meta/test_verify.py",

@@ -18,6 +18,7 @@ let view;                         // [from, to] in ms
 let focus = 0;                    // the stage that is drawn large
 let cursor = null;                // {stage, event} that keys move
 let colours = {};
+let recorded = null;              // a step as torch recorded it: {stage, at, bytes}
 
 // ---------------------------------------------------------------- data
 
@@ -146,6 +147,25 @@ function momentAt(stage, time) {
   return {event, unit, parts: partsAt(stage, event, unit)};
 }
 
+// The recorded step, if there is one: bytes from each point in time to the next.
+function recordedOf(raw) {
+  return raw && {stage: raw.stage, at: summed(raw.at), bytes: summed(raw.bytes)};
+}
+
+// Which of its points holds at a time; -1 before the first and after the last.
+function recordedAt(time) {
+  let low = 0, high = recorded.at.length;
+  if (time > recorded.at[high - 1]) return -1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (recorded.at[middle] <= time) low = middle + 1; else high = middle;
+  }
+  return low - 1;
+}
+
+const isRecorded = stage => recorded !== null && recorded.stage === stage.number;
+const recordedMost = stage => isRecorded(stage) ? recorded.bytes.reduce((a, b) => Math.max(a, b), 0) : 0;
+
 // ---------------------------------------------------------------- words
 
 function size(bytes, digits = 2) {
@@ -205,7 +225,9 @@ function memoryTip(stage, time) {
   }
   const rows = PARTS.map(([name, what], i) => moment.parts[i] === 0 ? "" : `<tr><td><span class="dot" ` +
     `style="background:var(--${name})"></span>${what}</td><td>${size(moment.parts[i])}</td></tr>`).reverse();
-  return `<b>Stage ${stage.number} at ${duration(time)}: ${size(sum)}</b> of ${size(stage.budget)}<br>` +
+  const point = isRecorded(stage) ? recordedAt(time) : -1;
+  const beside = point < 0 ? "" : `<br>recorded: ${size(recorded.bytes[point])}`;
+  return `<b>Stage ${stage.number} at ${duration(time)}: ${size(sum)}</b> of ${size(stage.budget)}${beside}<br>` +
     `${escaped(doing)}<table>${rows.join("")}</table>`;
 }
 
@@ -213,7 +235,7 @@ function memoryTip(stage, time) {
 
 function readColours() {
   const style = getComputedStyle(document.documentElement);
-  const names = ["page", "ink", "quiet", "line", "idle", "mark", "forward-0", "forward-1", "backward-0",
+  const names = ["page", "ink", "quiet", "line", "idle", "mark", "bad", "forward-0", "forward-1", "backward-0",
     "backward-1", "recompute-0", "recompute-1", "stall", "ahead", ...PARTS.map(part => part[0])];
   colours = Object.fromEntries(names.map(name => [name, style.getPropertyValue(`--${name}`).trim()]));
   const chunks = stages[0].chunks.length;
@@ -430,7 +452,7 @@ function drawMemory() {
 
 function drawLane(ctx, stage, y, h, width) {
   const large = stage.number === focus, fullest = total(stage.fullest);
-  const room = Math.max(stage.budget, fullest) * (large ? 1.04 : 1.01);
+  const room = Math.max(stage.budget, fullest, recordedMost(stage)) * (large ? 1.04 : 1.01);
   const floor = floorOf(stage, room); // static bytes never change: a lane shows the upper part of them
   const yOf = bytes => y + h * (1 - Math.max(0, bytes - floor) / (room - floor));
   const columns = Math.ceil(width), tops = stackAt(stage, columns);
@@ -441,12 +463,34 @@ function drawLane(ctx, stage, y, h, width) {
     bottom = top;
   });
   if (large) ticks(ctx, stage, room, floor, yOf, width);
+  if (isRecorded(stage)) drawRecorded(ctx, yOf, width, columns);
   ctx.strokeStyle = colours.mark;
   ctx.setLineDash([5, 3]);
   line(ctx, GUTTER, yOf(stage.budget), GUTTER + width, yOf(stage.budget));
   ctx.setLineDash([]);
   if (h > 8) label(ctx, `stage ${stage.number}`, y + Math.min(h / 2, 11), large, h > 24 ? size(fullest) : "");
   markFullest(ctx, stage, yOf, width, large);
+}
+
+// Of every pixel column the most bytes recorded in it.
+function drawRecorded(ctx, yOf, width, columns) {
+  const perPixel = (view[1] - view[0]) / columns, most = new Float64Array(columns).fill(-1);
+  recorded.at.forEach((at, i) => {
+    const until = i + 1 < recorded.at.length ? recorded.at[i + 1] : at;
+    const first = Math.max(0, Math.floor((at - view[0]) / perPixel));
+    const last = Math.min(columns - 1, Math.floor((until - view[0]) / perPixel));
+    for (let x = first; x <= last; x++) most[x] = Math.max(most[x], recorded.bytes[i]);
+  });
+  for (const [colour, thick] of [[colours.page, 4], [colours.bad, 2]]) {
+    ctx.strokeStyle = colour;
+    ctx.lineWidth = thick;
+    ctx.beginPath();
+    most.forEach((bytes, x) => {
+      if (bytes >= 0) { ctx.lineTo(GUTTER + x, yOf(bytes)); ctx.lineTo(GUTTER + x + 1, yOf(bytes)); }
+    });
+    ctx.stroke();
+  }
+  ctx.lineWidth = 1;
 }
 
 const floorOf = (stage, room) => Math.max(0, stage.static - 0.2 * (room - stage.static));
@@ -780,15 +824,17 @@ function writeKeys() {
     (chunks > 1 ? `<span class="quiet">light: chunk 0, dark: chunk ${chunks - 1}</span>` : "");
   $("memory-keys").innerHTML = `<b>Memory</b> &nbsp; ` + [...PARTS].reverse().filter(([name]) => name !== "copies" || stages.some(stage => stage.copies)).map(([name, what]) =>
     `<span class="key"><i style="background:var(--${name})"></i>${what}</span>`).join("") +
-    `<span class="key">┄ budget</span><span class="key">▼ fullest moment</span>`;
+    `<span class="key">┄ budget</span><span class="key">▼ fullest moment</span>` +
+    (recorded ? `<span class="key" style="color:var(--bad)">━ recorded, stage ${recorded.stage}</span>` : "");
 }
 
 async function begin() {
   data = await unpacked($("data").textContent);
   stages = data.stages.map(stageOf);
+  recorded = recordedOf(data.recorded);
   end = data.step * (stages.some(stage => stage.optimizer > 0) ? 1.012 : 1);
   view = [0, end];
-  focus = data.tightest;
+  focus = recorded ? recorded.stage : data.tightest;
   readColours();
   writeKeys();
   ["pipeline", "memory"].forEach(id => listen($(id)));

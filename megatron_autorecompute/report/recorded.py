@@ -1,0 +1,465 @@
+"""One recorded training step beside the planned one: the curve, and the largest differences.
+
+A history can have any number of steps. The stacks of its allocations show which part is a step, and
+which forward or backward each piece of it is: Megatron's `forward_step` and `backward_step`, and
+the optimizer's files. torch runs most of a backward in a thread of its own that has no Python
+stack, so allocations without a stack belong to a backward. Without such stacks only the curve is
+shown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.planner.cost.layout import Chunk
+from megatron_autorecompute.planner.cost.unit_costs import CostTable
+from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.report.snapshot import Frames, History, read_history
+from megatron_autorecompute.report.timeline import (
+    StageTimeline,
+    Timeline,
+    UnitCost,
+    event_peaks,
+    timeline,
+)
+
+MOST_POINTS = 4000
+"""The most points of the curve. Of more, the highest in each of so many equal times is kept."""
+OPTIMIZER_SHARE = 0.012
+"""Width of the optimizer step in the page's chart, as a share of the step."""
+BACKWARD_CALLS = {"backward", "backward_step", "_engine_run_backward"}
+LAYER_FILE = "transformer_layer.py"
+NO_STACKS = "no allocation has a stack with Megatron's forward_step"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Planned and recorded bytes of one part of the step."""
+
+    what: str
+    """The name of the part."""
+    predicted_bytes: int
+    """Planned bytes."""
+    recorded_bytes: int
+    """Bytes that torch recorded."""
+
+    @property
+    def more_bytes(self) -> int:
+        """Recorded minus planned."""
+        return self.recorded_bytes - self.predicted_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A recorded step on the time axis of the planned one."""
+
+    stage: int
+    """The stage that the step is compared with."""
+    source: str
+    """The file with the history."""
+    found: str
+    """A sentence: how the step was found in the history."""
+    at_ms: NDArray[np.float64]
+    """Times of the curve's points, in ms since the planned step began."""
+    level_bytes: NDArray[np.int64]
+    """Bytes allocated from each point's time on."""
+    moments: tuple[Difference, ...]
+    """Peaks of the step's parts, in order."""
+    layers: tuple[Difference, ...]
+    """Bytes that a layer allocates in its forward and that outlive it, by unit."""
+    no_layers: str
+    """A sentence that says why `layers` is empty; an empty text if there are layers."""
+
+
+def recorded_step(plan: Plan, path: str | Path, stage: int | None = None) -> RecordedStep:
+    """The recorded step of one stage of a plan.
+
+    Args:
+        plan: what was planned.
+        path: a file of `torch.cuda.memory._dump_snapshot`.
+        stage: the stage of the process that wrote it; None: by the rank in the file's name.
+
+    Raises:
+        ProfileError: the file is no snapshot with a history, or is damaged.
+        OptionError: there is no such stage, or the file's name does not tell which one it is.
+    """
+    number = _stage(plan, Path(path).name, stage)
+    history = read_history(path)
+    step = timeline(plan)
+    return _by_stacks(plan, step, history, number) or _by_shape(step, history, number)
+
+
+# --- which stage ----------------------------------------------------------------------------------
+
+
+def _stage(plan: Plan, name: str, asked: int | None) -> int:
+    stages = plan.layout.num_stages
+    if asked is not None:
+        if asked >= stages:
+            raise OptionError(f"--stage {asked}: the plan has stages 0 to {stages - 1}.")
+        return asked
+    rank = re.search(r"rank[-_]?(\d+)", name)
+    found = 0 if stages == 1 else _stage_of_rank(plan, int(rank[1])) if rank else None
+    if found is None:
+        said = f"rank {rank[1]}" if rank else "no rank"
+        raise OptionError(
+            f"{name} names {said}, which does not tell the pipeline stage: give --stage 0 to "
+            f"{stages - 1}."
+        )
+    return found
+
+
+def _stage_of_rank(plan: Plan, rank: int) -> int | None:
+    """The stage of a rank of the job that was measured; without one, of the first ranks only: the
+    ranks of one tensor-parallel group always follow each other."""
+    measured = plan.profile.measured_step
+    ranks = {one.rank: one.stage for one in measured.ranks} if measured else {}
+    if rank in ranks and max(ranks.values()) == plan.layout.num_stages - 1:
+        return ranks[rank]
+    return 0 if rank < plan.profile.parallelism.tensor_parallel else None
+
+
+# --- the step in the history ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Allocations of one kind in a row, and the frees between them."""
+
+    kind: str
+    """`forward`, `backward` or `optimizer`."""
+    begin: int
+    """The history's first event."""
+    end: int
+    """The event after the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A run, and the planned events that it is."""
+
+    run: _Run
+    first: int
+    last: int
+
+
+class _Stacks:
+    """What the stacks of a history say; every stack is looked at once."""
+
+    def __init__(self, history: History) -> None:
+        found = {id(frames): frames for frames in history.frames}
+        kinds = {one: _kind(frames) for one, frames in found.items()}
+        places = {
+            one: _place_in_layer(frames) if kinds[one] == "forward" else ()
+            for one, frames in found.items()
+        }
+        self.kinds = [kinds[id(frames)] for frames in history.frames]
+        """What each event belongs to; meaningless for frees."""
+        self.places = [places[id(frames)] for frames in history.frames]
+        """The place of each event in a layer's forward, from `_place_in_layer`."""
+
+
+def _kind(frames: Frames) -> str:
+    """What an allocation belongs to; an empty text if its stack does not tell."""
+    if not any(frame.filename.endswith(".py") for frame in frames):
+        return "backward"
+    names = {frame.name for frame in frames}
+    if names & BACKWARD_CALLS:
+        return "backward"
+    if "forward_step" in names:
+        return "forward"
+    return "optimizer" if any(_is_optimizers(frame.filename) for frame in frames) else ""
+
+
+def _is_optimizers(filename: str) -> bool:
+    """Whether a file is in torch's, Megatron's, Apex's or Transformer Engine's folder for them."""
+    return filename.split("/")[-2:-1] in (["optim"], ["optimizer"], ["optimizers"])
+
+
+def _runs(history: History, stacks: _Stacks) -> list[_Run]:
+    begins: list[tuple[str, int]] = []
+    for event in np.flatnonzero(history.change_bytes > 0).tolist():
+        kind = stacks.kinds[event]
+        if kind and (not begins or begins[-1][0] != kind):
+            begins.append((kind, event))
+    ends = [begin for _, begin in begins[1:]] + [len(history.frames)]
+    return [_Run(kind, begin, end) for (kind, begin), end in zip(begins, ends, strict=True)]
+
+
+def _planned_runs(stage: StageTimeline) -> list[tuple[str, int, int]]:
+    """The planned events in runs: kind, first and last event."""
+    found = []
+    for backward, events in itertools.groupby(range(len(stage.backward)), stage.backward.item):
+        own = list(events)
+        found.append(("backward" if backward else "forward", own[0], own[-1]))
+    return found
+
+
+def _pieces(runs: Sequence[_Run], stage: StageTimeline) -> tuple[list[_Piece], _Run | None] | None:
+    """The last whole step: its forwards and backwards as planned, and its optimizer if recorded."""
+    planned = _planned_runs(stage)
+    found = []
+    for at in range(len(runs)):
+        own = runs[at : at + len(planned)]
+        before = runs[at - 1].kind if at else "optimizer"
+        if before != "optimizer" or [run.kind for run in own] != [kind for kind, _, _ in planned]:
+            continue
+        after = runs[at + len(planned)] if at + len(planned) < len(runs) else None
+        if after is None or after.kind == "optimizer":
+            pieces = [_Piece(r, *p[1:]) for r, p in zip(own, planned, strict=True)]
+            found.append((pieces, after))
+    whole = [step for step in found if step[1] is not None] or found
+    return whole[-1] if whole else None
+
+
+# --- with stacks ----------------------------------------------------------------------------------
+
+
+def _by_stacks(plan: Plan, step: Timeline, history: History, number: int) -> RecordedStep | None:
+    """The step by its stacks; None if they do not show the plan's forwards and backwards."""
+    stage = step.stages[number]
+    stacks = _Stacks(history)
+    found = _pieces(_runs(history, stacks), stage)
+    if found is None:
+        return None
+    pieces, optimizer = found
+    marks = _marks(history, stage, pieces)
+    end = pieces[-1].run.end
+    if optimizer is not None:
+        end = optimizer.end
+        times = history.time_us[[optimizer.begin, end - 1]]
+        marks += zip(times, (step.step_ms, step.step_ms * (1 + OPTIMIZER_SHARE)), strict=True)
+    layers, why = _layers(plan, history, stacks, stage, pieces)
+    return RecordedStep(
+        number,
+        history.source,
+        "The last whole step of the history, found by Megatron's calls in the stacks of "
+        "allocations; each forward and backward is drawn where the plan has it.",
+        *_curve(history, pieces[0].run.begin, end, marks),
+        tuple(_moments(history, stage, pieces, optimizer)),
+        layers,
+        why,
+    )
+
+
+def _marks(
+    history: History, stage: StageTimeline, pieces: Sequence[_Piece]
+) -> list[tuple[int, float]]:
+    """Recorded times (µs) and the planned ones (ms) that they are drawn at."""
+    marks = []
+    for piece in pieces:
+        marks.append((history.time_us[piece.run.begin], stage.start_ms[piece.first]))
+        marks.append((history.time_us[piece.run.end - 1], stage.end_ms[piece.last]))
+    return marks
+
+
+def _curve(
+    history: History, begin: int, end: int, marks: Sequence[tuple[int, float]]
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Points of the curve between two events: times in ms, and bytes from then on."""
+    recorded, planned = (np.array(side, np.float64) for side in zip(*marks, strict=True))
+    at_ms = np.interp(history.time_us[begin:end], recorded, np.maximum.accumulate(planned))
+    level = history.level_bytes[begin:end]
+    if len(level) <= MOST_POINTS:
+        return at_ms, level
+    width = (at_ms[-1] - at_ms[0]) / MOST_POINTS or 1.0
+    columns = np.minimum(((at_ms - at_ms[0]) / width).astype(np.intp), MOST_POINTS - 1)
+    firsts = np.flatnonzero(np.diff(columns, prepend=-1))
+    return at_ms[firsts], np.maximum.reduceat(level, firsts)
+
+
+def _moments(
+    history: History, stage: StageTimeline, pieces: Sequence[_Piece], optimizer: _Run | None
+) -> Iterator[Difference]:
+    level, peaks = history.level_bytes, event_peaks(stage)
+    for piece in pieces:
+        recorded = int(level[piece.run.begin : piece.run.end].max())
+        predicted = int(peaks[piece.first : piece.last + 1].max())
+        yield Difference(_piece_name(stage, piece), predicted, recorded)
+    if optimizer is not None:
+        predicted = stage.static_bytes + stage.optimizer_step_peak_bytes
+        recorded = int(level[optimizer.begin : optimizer.end].max())
+        yield Difference("optimizer step", predicted, recorded)
+
+
+def _piece_name(stage: StageTimeline, piece: _Piece) -> str:
+    events = range(piece.first, piece.last + 1)
+    of = [str(stage.microbatch[e]) for e in events]
+    if len(stage.units) > 1:
+        of = [f"{name} of chunk {stage.chunk[e]}" for name, e in zip(of, events, strict=True)]
+    what = f"microbatch {of[0]}" if len(of) == 1 else f"microbatches {of[0]} to {of[-1]}"
+    return f"{piece.run.kind} of {what}"
+
+
+# --- by layer -------------------------------------------------------------------------------------
+
+
+def _layers(
+    plan: Plan,
+    history: History,
+    stacks: _Stacks,
+    stage: StageTimeline,
+    pieces: Sequence[_Piece],
+) -> tuple[tuple[Difference, ...], str]:
+    """Differences by unit, or why there are none.
+
+    Stacks do not number the layers. A layer begins where the lines of Megatron's layer begin again;
+    if that gives other numbers of layers than the plan has, nothing is said by layer.
+    """
+    chunks = plan.layout.stages[stage.stage]
+    kept: dict[tuple[int, int], list[int]] = {}
+    for piece in pieces:
+        if piece.run.kind == "backward":
+            continue
+        starts = _layer_starts(stacks, piece.run)
+        events = range(piece.first, piece.last + 1)
+        expected = [(e, layer) for e in events for layer in chunks[stage.chunk[e]].layers]
+        if len(starts) != len(expected):
+            return (), (
+                f"The stacks of the {_piece_name(stage, piece)} show {len(starts)} layers where "
+                f"the plan has {len(expected)}, so bytes are not shown by layer."
+            )
+        for (event, layer), bytes_kept in _kept(history, stacks, piece.run, starts, expected):
+            kept.setdefault((event, layer), []).append(bytes_kept)
+    return tuple(_by_unit(plan, stage, kept)), ""
+
+
+def _layer_starts(stacks: _Stacks, run: _Run) -> list[int]:
+    """The events that begin a layer's forward."""
+    starts: list[int] = []
+    before: tuple[int, ...] = ()
+    for event in range(run.begin, run.end):
+        place = stacks.places[event]
+        if place:
+            if not before or place < before:
+                starts.append(event)
+            before = place
+    return starts
+
+
+def _place_in_layer(frames: Frames) -> tuple[int, ...]:
+    """The lines of Megatron's layer on a forward's stack, outermost first; empty outside of one."""
+    return tuple(f.line for f in reversed(frames) if f.filename.endswith(LAYER_FILE))
+
+
+def _kept(
+    history: History,
+    stacks: _Stacks,
+    run: _Run,
+    starts: Sequence[int],
+    expected: Sequence[tuple[int, int]],
+) -> Iterator[tuple[tuple[int, int], int]]:
+    """Bytes allocated in each layer's forward that outlive the forward of the microbatch."""
+    for place, (event, layer) in enumerate(expected):
+        begin = starts[place]
+        end = starts[place + 1] if place + 1 < len(starts) else run.end
+        later = (starts[i] for i in range(place + 1, len(starts)) if expected[i][0] != event)
+        over = next(later, run.end)
+        own = [e for e in range(begin, end) if history.freed_at[e] >= over and stacks.places[e]]
+        yield (event, layer), int(history.change_bytes[own].sum())
+
+
+def _by_unit(
+    plan: Plan, stage: StageTimeline, kept: dict[tuple[int, int], list[int]]
+) -> Iterator[Difference]:
+    """The median over microbatches of every unit with layers, beside what is planned."""
+    for number, chunk in enumerate(plan.layout.stages[stage.stage]):
+        events = np.flatnonzero(~stage.backward & (stage.chunk == number)).tolist()
+        units = [unit for unit in stage.units[number] if unit.layers]
+        predicted = _made_and_kept(plan, chunk, units)
+        for unit, planned_bytes in zip(units, predicted, strict=True):
+            sums = [sum(sum(kept[e, layer]) for layer in unit.layers) for e in events]
+            yield Difference(unit.name, planned_bytes, int(statistics.median(sums)))
+
+
+def _made_and_kept(plan: Plan, chunk: Chunk, units: Sequence[UnitCost]) -> list[int]:
+    """What each unit holds, with its output where that is held instead of its input.
+
+    A unit allocates its output and not its input; held bytes count the input.
+    """
+    table, policy = CostTable(plan.profile, plan.imbalance_percentile), plan.policy
+    keeps = []
+    for unit in units:
+        record = table.record(unit.layers[0], policy.layers[unit.layers[0]])
+        keeps.append(record is None or record.input_kept)
+    after = [*keeps[1:], chunk.head and plan.profile.head.input_kept][: len(units)]
+    if keeps and not chunk.embedding:
+        keeps[0] = True  # what another stage sent is held whether or not the layer needs it
+    return [
+        unit.held_bytes + plan.profile.boundary_bytes * (behind - own)
+        for unit, own, behind in zip(units, keeps, after, strict=True)
+    ]
+
+
+# --- without stacks -------------------------------------------------------------------------------
+
+
+def _by_shape(step: Timeline, history: History, number: int) -> RecordedStep:
+    """The last events that repeat those before them; if none do, the whole history."""
+    count = len(history.time_us)
+    length = _period(history.change_bytes)
+    length *= _reaches_the_top(history, length)
+    shown = length or count
+    has_stacks = "forward" in _Stacks(history).kinds
+    why = f"the stacks show no whole step as stage {number} has it in the plan"
+    found = (
+        f"Only the curve is shown: {why if has_stacks else NO_STACKS}. "
+        + (
+            f"The step is the last {length:,} events, which repeat those before them, "
+            if length
+            else "No part of the history repeats, so all of it is taken for one step, "
+        )
+        + "drawn evenly over the planned step."
+    )
+    begin = count - shown
+    marks = list(zip(history.time_us[[begin, -1]], (0.0, step.step_ms), strict=True))
+    at_ms, level = _curve(history, begin, count, marks)
+    stage = step.stages[number]
+    optimizer_bytes = stage.static_bytes + stage.optimizer_step_peak_bytes
+    predicted = max(int(event_peaks(stage).max()), optimizer_bytes)
+    whole = Difference("the whole step", predicted, int(level.max()))
+    return RecordedStep(number, history.source, found, at_ms, level, (whole,), (), "")
+
+
+def _period(changes: NDArray[np.int64]) -> int:
+    """Events of a step: the longest stretch at the end that repeats the same stretch before it.
+
+    Steps of equal shapes allocate and free the same bytes in the same order. Of all lengths whose
+    last stretch repeats the one before, the one that repeats furthest back is taken. 0: none.
+    """
+    backwards = changes[::-1].tolist()
+    repeats = _repeats(backwards)
+    lengths = (p for p in range(1, len(backwards) // 2 + 1) if repeats[p] >= p)
+    return max(lengths, key=lambda p: (repeats[p], -p), default=0)
+
+
+def _reaches_the_top(history: History, length: int) -> bool:
+    """Whether the last events hold more than half of what comes and goes in the whole history; a
+    loop after the step, over parameters, repeats too."""
+    level = history.level_bytes
+    least = min(int(level.min()), history.start_bytes)
+    return bool(level[len(level) - length :].max(initial=least) - least > (level.max() - least) / 2)
+
+
+def _repeats(values: Sequence[int]) -> list[int]:
+    """How many values from each place on equal the first ones (the Z function)."""
+    count = len(values)
+    found = [0] * count
+    left = right = 0
+    for place in range(1, count):
+        length = min(right - place, found[place - left]) if place < right else 0
+        while place + length < count and values[length] == values[place + length]:
+            length += 1
+        found[place] = length
+        if place + length > right:
+            left, right = place, place + length
+    return found

@@ -1,0 +1,192 @@
+"""A recorded step lies on the planned one, and differs from it by what was recorded differently."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.profile import MeasuredStep, RankStep, StageRecord, StaticBytes
+from megatron_autorecompute.report.recorded import MOST_POINTS, recorded_step
+from megatron_autorecompute.report.timeline import event_peaks, timeline
+from megatron_autorecompute.units import MIB
+from tests.report.plans import THREE, example_plan, random_plan
+from tests.report.snapshots import ATTENTION, ENGINE, MLP, as_planned, dumped
+from tests.report.test_timeline import bytes_at, moments_of
+
+ROUNDED = 512 * 64
+"""Bytes that may be lost to torch's rounding of each of a stage's tensors."""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "rank0.pickle"
+
+
+def plan_of(name="gpt-760m-48l"):
+    return example_plan(*THREE[name])
+
+
+def recorded(plan, stage, path, **about):
+    return recorded_step(plan, dumped(as_planned(plan, stage, **about).snapshot(), path), stage)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_peak_of_an_event_is_that_of_its_fullest_moment(seed):
+    for stage in timeline(random_plan(seed)).stages:
+        most = {}
+        for event, unit in moments_of(stage):
+            total = bytes_at(stage, event, unit).total_bytes
+            most[event] = max(most.get(event, 0), total)
+        assert event_peaks(stage).tolist() == list(most.values())
+
+
+@pytest.mark.parametrize("name", THREE)
+def test_a_step_that_ran_as_planned_shows_no_difference(name, path):
+    plan = plan_of(name)
+    for stage in range(plan.layout.num_stages):
+        step = recorded(plan, stage, path)
+        assert step.found.startswith("The last whole step")
+        assert max(abs(one.more_bytes) for one in step.moments) < ROUNDED
+        assert len(step.layers) == sum(
+            bool(unit.layers) for units in timeline(plan).stages[stage].units for unit in units
+        )
+        assert max(abs(one.more_bytes) for one in step.layers) < ROUNDED
+
+
+def test_the_curve_is_highest_where_the_plan_is(path):
+    plan = plan_of()
+    stage = timeline(plan).stages[1]
+    step = recorded(plan, 1, path)
+    highest = step.at_ms[step.level_bytes.argmax()]
+    event = stage.binding.event
+    assert stage.start_ms[event] - 1e-3 <= highest <= stage.end_ms[event] + 1e-3
+    assert step.level_bytes.max() == pytest.approx(plan.cost.stages[1].peak.bytes, abs=ROUNDED)
+    assert (np.diff(step.at_ms) >= 0).all()
+
+
+def test_a_layer_that_keeps_more_is_named_with_the_bytes(path):
+    plan = plan_of()
+    step = recorded(plan, 0, path, more={3: 40 * MIB, 28: -4 * MIB})
+    more = {one.what: one.more_bytes for one in step.layers if one.more_bytes}
+    assert more == {"layer 3": 40 * MIB, "layer 28": -4 * MIB}
+    assert max(one.more_bytes for one in step.moments) >= 40 * MIB
+
+
+def test_of_several_steps_the_last_whole_one_is_taken(path):
+    plan = plan_of()
+    recorder = as_planned(plan, 2, steps=2)
+    whole = recorded_step(plan, dumped(recorder.snapshot(), path), 2)
+    again = as_planned(plan, 2, steps=3)
+    count = len(again.trace) - len(recorder.trace)
+    cut = again.snapshot()
+    cut["device_traces"][0] = again.trace[: len(recorder.trace) + count // 2]
+    del cut["segments"]
+    half = recorded_step(plan, dumped(cut, path), 2)
+    assert half.level_bytes.tolist() == whole.level_bytes.tolist()
+    assert half.at_ms == pytest.approx(whole.at_ms)
+
+
+def without_stacks(recorder):
+    for entry in recorder.trace:
+        entry["frames"] = ENGINE
+    return recorder
+
+
+def test_without_stacks_only_the_curve_of_the_part_that_repeats_is_shown(path):
+    plan = plan_of()
+    recorder = without_stacks(as_planned(plan, 0, steps=3))
+    step = recorded_step(plan, dumped(recorder.snapshot(), path), 0)
+    one = sum(entry["action"] != "free_completed" for entry in recorder.trace) // 3
+    assert "no allocation has a stack with Megatron's forward_step" in step.found
+    assert f"the last {one:,} events, which repeat" in step.found
+    assert step.layers == ()
+    assert [one.what for one in step.moments] == ["the whole step"]
+    assert abs(step.moments[0].more_bytes) < ROUNDED
+    assert step.at_ms[0] == 0
+    assert step.at_ms[-1] == pytest.approx(plan.cost.step_ms)
+
+
+def test_a_single_step_without_stacks_is_taken_as_it_is(path):
+    recorder = without_stacks(as_planned(plan_of("moe-16b"), 0, steps=1))
+    for _ in range(5):  # the norm of each parameter's gradient
+        recorder.briefly(4096, ENGINE)
+    step = recorded_step(plan_of("moe-16b"), dumped(recorder.snapshot(), path), 0)
+    assert "No part of the history repeats, so all of it is taken for one step" in step.found
+    events = sum(entry["action"] != "free_completed" for entry in recorder.trace)
+    assert len(step.at_ms) == events
+
+
+def test_a_snapshot_of_another_stage_shows_only_the_curve(path):
+    plan = plan_of("moe-16b")
+    recorder = as_planned(plan, 1)
+    step = recorded_step(plan, dumped(recorder.snapshot(), path), 0)
+    assert "the stacks show no whole step as stage 0 has it in the plan" in step.found
+    assert step.layers == ()
+
+
+def test_stacks_with_another_number_of_layers_say_nothing_by_layer(path):
+    plan = plan_of()
+    recorder = as_planned(plan, 0)
+    for entry in recorder.trace:
+        entry["frames"] = ATTENTION if entry["frames"] is MLP else entry["frames"]
+    step = recorded_step(plan, dumped(recorder.snapshot(), path), 0)
+    assert step.layers == ()
+    assert step.no_layers.startswith("The stacks of the forward of microbatches 0 of chunk 0 to")
+    assert "show 1 layers where the plan has" in step.no_layers
+    assert len(step.moments) > 1
+
+
+def test_only_folders_of_optimizers_end_a_step(path):
+    """A training script may be called anything, and is at the bottom of every stack."""
+    plan = plan_of()
+    recorder = as_planned(plan, 0)
+    script = {"name": "<module>", "filename": "/jobs/optimizer/study/optim.py", "line": 1}
+    for entry in recorder.trace:
+        entry["frames"] = [*entry["frames"], script] if entry["frames"] else []
+    step = recorded_step(plan, dumped(recorder.snapshot(), path), 0)
+    assert step.found.startswith("The last whole step")
+
+
+def test_many_points_are_fewer_with_the_same_peak(path, monkeypatch):
+    plan = plan_of("moe-16b")
+    whole = recorded(plan, 0, path)
+    monkeypatch.setattr("megatron_autorecompute.report.recorded.MOST_POINTS", 100)
+    fewer = recorded(plan, 0, path)
+    assert len(fewer.at_ms) <= 100 < len(whole.at_ms) <= MOST_POINTS
+    assert fewer.level_bytes.max() == whole.level_bytes.max()
+
+
+# --- which stage ----------------------------------------------------------------------------------
+
+
+def stage_for(plan, name, tmp_path, stage=None):
+    path = dumped(as_planned(plan, 0, steps=1).snapshot(), tmp_path / name)
+    return recorded_step(plan, path, stage).stage
+
+
+def test_the_first_rank_is_of_stage_0(tmp_path):
+    assert stage_for(plan_of(), "mem_rank-0.pickle", tmp_path) == 0
+
+
+@pytest.mark.parametrize("name", ["rank7.pickle", "snapshot.pickle"])
+def test_a_name_that_does_not_tell_the_stage_asks_for_it(name, tmp_path):
+    with pytest.raises(OptionError, match=r"does not tell the pipeline stage: give --stage 0 to 3"):
+        stage_for(plan_of(), name, tmp_path)
+    assert stage_for(plan_of(), name, tmp_path, stage=2) == 2
+
+
+def test_the_measured_job_says_which_stage_a_rank_has(tmp_path):
+    plan = plan_of()
+    measured = MeasuredStep(3, "full", 4, tuple(RankStep(rank, rank // 2) for rank in range(8)))
+    chunks = plan.layout.chunk_layers()
+    stages = tuple(StageRecord(tuple(chunks[s] + chunks[s + 4]), StaticBytes()) for s in range(4))
+    plan = replace(plan, profile=replace(plan.profile, stages=stages, measured_step=measured))
+    assert stage_for(plan, "rank5.pickle", tmp_path) == 2
+    with pytest.raises(OptionError, match="names rank 9"):
+        stage_for(plan, "rank9.pickle", tmp_path)
+
+
+def test_a_stage_that_the_plan_lacks_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="--stage 4: the plan has stages 0 to 3"):
+        stage_for(plan_of(), "rank0.pickle", tmp_path, stage=4)
