@@ -15,6 +15,7 @@ import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from megatron_autorecompute.block_names import (
@@ -385,16 +386,21 @@ class RecomputePolicy:
         if parts is not None:
             return cls._of_blocks(parts, num_layers, layout, depth_layers, blocks)
         if isinstance(value, Mapping):
-            value = value.get("recompute_policy", value.get("policy", value))
+            inner = value.get("recompute_policy", value.get("policy", value))
+            return (
+                again(inner) if isinstance(inner, str) else cls._of_list(inner, num_layers, blocks)
+            )
         if not isinstance(value, str):
             return cls._of_list(value, num_layers, blocks)
         text = value.strip()
         if text.startswith("@"):
-            content = read_file(text[1:])
-            try:
-                return again(content)
-            except PolicyError as error:
-                raise PolicyError(f"In {text[1:]}: {error}") from error
+            return cls.load(
+                text[1:],
+                num_layers=num_layers,
+                layout=layout,
+                depth_layers=depth_layers,
+                blocks=blocks,
+            )
         if _MEGATRON.fullmatch(text):
             return MegatronStrategy.parse(text).policy(num_layers, layout, depth_layers)
         if text.startswith(MEGATRON):
@@ -445,6 +451,33 @@ class RecomputePolicy:
                 raise PolicyError(f"Of {name}: {error}") from error
             whole = cls((*whole.layers, *own.layers))
         return whole.checked_length(num_layers, "The policy")
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        num_layers: int,
+        layout: Sequence[Sequence[int]] | None = None,
+        depth_layers: int = 0,
+        blocks: Blocks | None = None,
+    ) -> RecomputePolicy:
+        """Read a JSON file (a policy or a plan) or a text file in the policy grammar.
+
+        Raises:
+            PolicyError: the file cannot be read, or contains no policy for `num_layers` layers.
+        """
+        content = read_file(path)
+        try:
+            return cls.from_config(
+                content,
+                num_layers=num_layers,
+                layout=layout,
+                depth_layers=depth_layers,
+                blocks=blocks,
+            )
+        except PolicyError as error:
+            raise PolicyError(f"In {path}: {error}") from error
 
     def format(self, blocks: Blocks | None = None) -> str:
         """The text form: one CHOICE*COUNT for each run of equal layers.

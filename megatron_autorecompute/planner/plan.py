@@ -1,8 +1,12 @@
 """The plan: a policy with its predicted cost, the proof and the profile, as one file.
 
 A plan contains the profile it was made from, so that it can be explained, verified and solved again
-wherever the file is. `RecomputePolicy.parse("@FILE")` reads only the policy from the same file.
-This module neither solves nor prints.
+wherever the file is. `RecomputePolicy.load` reads only the policy from the same file. This module
+neither solves nor prints.
+
+Figures that follow from policy, profile, layout, schedule and budgets are computed again when a
+plan is read. The proof that no other policy is faster would take a search. So a file contains a
+digest of what was written; if the digest does not match, the plan is read without its proof.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ def _refuse_plan_of_another_model(path: str, plan: Any, config: TransformerConfi
     try:
         facts = plan["profile"]["model"]["facts"]
     except (KeyError, TypeError):
-        return  # not a plan; RecomputePolicy.parse checks whether it is a policy
+        return  # not a plan; RecomputePolicy.load checks whether it is a policy
     described = facts.get("transformer_config") or facts.get("job", {}).get("config") or facts
     other = [
         f"{name} {described[name]} (here {getattr(config, name)})"

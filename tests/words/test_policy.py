@@ -96,8 +96,8 @@ def test_files_name_blocks_and_a_plan_names_its_own(tmp_path):
         ({"vision": 3, "decoder": 3}, "Of vision: a list of 2 choices covers 2 layers"),
     ):
         with pytest.raises(PolicyError, match=says):
-            RecomputePolicy.parse(f"@{file}", num_layers=6, blocks=other)
-    assert RecomputePolicy.parse(f"@{file}", num_layers=6).format() == "full*2,none*4"
+            RecomputePolicy.load(file, num_layers=6, blocks=other)
+    assert RecomputePolicy.load(file, num_layers=6).format() == "full*2,none*4"
 
 
 def test_megatrons_strategies_count_in_their_block():
@@ -359,3 +359,11 @@ def test_layer_policies_keep_modules_sorted_and_hash_equal():
     left = LayerPolicy("selective", ("mlp", "core_attn"))
     assert left == LayerPolicy("selective", ("core_attn", "mlp", "mlp"))
     assert len({left, LayerPolicy.parse("selective[mlp+core_attn]"), FULL}) == 2
+
+
+def test_text_that_names_blocks_is_read_in_a_dict_too():
+    blocks = {"vision": 2, "decoder": 3}
+    text = "vision:full;decoder:none"
+    read = RecomputePolicy.parse(text, num_layers=5, blocks=blocks)
+    for key in ("policy", "recompute_policy"):
+        assert RecomputePolicy.from_config({key: text}, num_layers=5, blocks=blocks) == read
