@@ -6,13 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.cli.pipeline import known_of, shape_words
 from megatron_autorecompute.planner.cost.step_interval import is_tie
 from megatron_autorecompute.profile import ChoiceRecord, Profile
-from megatron_autorecompute.report.rows import left, right, table
+from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.report.terminal import assumption_lines
 from megatron_autorecompute.report.words import came_from, clocks
 from megatron_autorecompute.units import MIB, unit_for
@@ -27,7 +26,7 @@ def profile_view(profile: Profile, verbose: bool, where: str = "") -> Group:
         where: follows the number of layers in the title.
     """
     title = f"{profile.model.name}: {profile.num_layers} layers{where}; {came_from(profile)}"
-    parts: list[Text | Table] = [Text(title, style="bold"), *map(Text, _made_for(profile))]
+    parts: list[Text | Rows] = [Text(title, style="bold"), *map(Text, _made_for(profile))]
     parts.append(_records(profile))
     if profile.stages:
         parts.append(_static(profile))
@@ -56,7 +55,7 @@ def _made_for(profile: Profile) -> Iterator[str]:
     yield "Records: " + "; ".join(f"{number} ({source})" for source, number in sources.items())
 
 
-def _records(profile: Profile) -> Table:
+def _records(profile: Profile) -> Rows:
     shown_ms = 0.005  # the least that two digits show
     apart = any(r.communication_ms >= shown_ms for kind in profile.kinds for r in kind.choices)
     graphs = profile.graphs_of_layers
@@ -65,12 +64,16 @@ def _records(profile: Profile) -> Table:
     ]
     ties = any(is_equal for _, _, is_equal in named)
     columns = (
-        left("layers"),
-        left("choice"),
-        *([right("graph MiB")] if graphs else []),
-        *map(right, ("held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms")),
-        *([right("comm.")] if apart else []),
-        *([right("tie")] if ties else []),
+        Column("layers", left=True),
+        Column("choice", folded=True),
+        *([Column("graph MiB", name="held in CUDA graphs MiB")] if graphs else []),
+        *map(Column, ("held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms")),
+        *([Column("comm.", name="of it communication ms")] if apart else []),
+        *(
+            [Column("tie", name="not surely slower than a choice with less recompute")]
+            if ties
+            else []
+        ),
     )
     norm = [("final norm", profile.final_norm, False)] if profile.final_norm else []
     head = ("head", profile.head, False)
@@ -83,7 +86,7 @@ def _records(profile: Profile) -> Table:
             head,
         ]
     ]
-    return table(columns, rows)
+    return Rows(columns, rows)
 
 
 def _cells(record: ChoiceRecord, apart: bool, graphs: bool) -> tuple[str, ...]:
@@ -104,7 +107,7 @@ def _cells(record: ChoiceRecord, apart: bool, graphs: bool) -> tuple[str, ...]:
     )
 
 
-def _static(profile: Profile) -> Table:
+def _static(profile: Profile) -> Rows:
     """One row for all stages with equal figures."""
     unit = unit_for(stage.static.total_bytes for stage in profile.stages)
     names = ("stage", f"weights {unit.name}", "gradients", "optimizer", "buffers", "static")
@@ -120,7 +123,7 @@ def _static(profile: Profile) -> Table:
         )
         stages.setdefault(parts, []).append(number)
     rows = [(_numbers(numbers), *map(unit.text, parts)) for parts, numbers in stages.items()]
-    return table([right(name) for name in names], rows)
+    return Rows([Column(name) for name in names], rows)
 
 
 def _numbers(numbers: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""A plan as text for a terminal of 80 columns."""
+"""A plan as text for a terminal of 80 columns; on 40 it can still be read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.planner.cost.layout import Chunk
@@ -21,7 +20,7 @@ from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
 from megatron_autorecompute.report.layer_sums import LayerSums, sums_of_layers
-from megatron_autorecompute.report.rows import left, right, table
+from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.report.words import binds, proof
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
@@ -33,24 +32,24 @@ SHORT_CHOICES = 3
 """Most choices that a shortened policy names."""
 Item = TypeVar("Item")
 MEASURED_COLUMNS = (
-    right("rank/\nstage"),
-    right("forward:\nlayers"),
-    right("forward-\ncompute"),
-    right("backward:\nlayers"),
-    right("backward-\ncompute"),
-    right("\noptimizer"),
-    right("peak:\nlayers"),
-    right("max\nallocated"),
-    right("max\nreserved"),
+    Column("rank/\nstage", "rank/stage"),
+    Column("forward:\nlayers"),
+    Column("forward-\ncompute", "forward-compute"),
+    Column("backward:\nlayers"),
+    Column("backward-\ncompute", "backward-compute"),
+    Column("\noptimizer"),
+    Column("peak:\nlayers"),
+    Column("max\nallocated"),
+    Column("max\nreserved"),
 )
 PEAK_COLUMNS = (
-    right("stage"),
-    right("static"),
-    right("in\nflight"),
-    right("running"),
-    right("tran-\nsient"),
-    right("emb+\nhead"),
-    right("over-\nhead"),
+    Column("stage"),
+    Column("static"),
+    Column("in\nflight"),
+    Column("running"),
+    Column("tran-\nsient", "transient"),
+    Column("emb+\nhead", "embedding and head"),
+    Column("over-\nhead", "overhead"),
 )
 
 
@@ -129,7 +128,7 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
         f"torch's memory statistics ({unit.name}):"
     )
     cells = [_measured_cells(rank, sums[rank.stage], unit) for rank in ranks]
-    yield table(MEASURED_COLUMNS, cells, gap=1)
+    yield Rows(MEASURED_COLUMNS, cells, gap=1)
     if len(ranks) < len(step.ranks):
         yield Text(
             f"Of {len(step.ranks)} ranks, each stage's slowest is shown. The plan file has all."
@@ -209,17 +208,17 @@ def _header(plan: Plan, speed: str) -> Text:
     return Text("\n".join(lines))
 
 
-def _stages(plan: Plan) -> Table:
+def _stages(plan: Plan) -> Rows:
     unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
     columns = (
-        right("stage"),
-        left("policy"),
-        right(f"peak {unit.name}"),
-        right("budget"),
-        right("recompute ms"),
+        Column("stage"),
+        Column("policy", folded=True),
+        Column(f"peak {unit.name}"),
+        Column("budget"),
+        Column("recompute ms"),
     )
     policy = plan.policy
-    return table(
+    return Rows(
         columns,
         [
             (
@@ -316,13 +315,13 @@ def stages_explained(plan: Plan) -> RenderableType:
     graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
     columns = (
         *PEAK_COLUMNS,
-        *([right("CUDA\ngraphs")] if graphs else []),
-        right(f"peak\n{unit.name}"),
+        *([Column("CUDA\ngraphs", name="more by CUDA graphs")] if graphs else []),
+        Column(f"peak\n{unit.name}"),
     )
     rows = [
         (str(cost.stage), *map(unit.text, _parts(cost, graphs=graphs))) for cost in plan.cost.stages
     ]
-    parts: list[RenderableType] = [table(columns, rows)]
+    parts: list[RenderableType] = [Rows(columns, rows)]
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
             Text(
@@ -375,12 +374,12 @@ def neighbours_view(
     chosen = plan.policy.layers[layer]
     unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
     columns = (
-        left("instead"),
-        right("step ms"),
-        right("stage ms"),
-        right(f"peak {unit.name}"),
-        right("fits"),
-        *([right("tie")] if ties else []),
+        Column("instead", folded=True),
+        Column("step ms"),
+        Column("stage ms"),
+        Column(f"peak {unit.name}"),
+        Column("fits"),
+        *([Column("tie", name="neither step is surely the shorter one")] if ties else []),
     )
     cells = [
         (
@@ -396,7 +395,7 @@ def neighbours_view(
     evidence = plan.evidence[stage]
     title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
     return Group(
-        Text(title), table(columns, cells), Text(f"The stage is bound by {evidence.binding}.")
+        Text(title), Rows(columns, cells), Text(f"The stage is bound by {evidence.binding}.")
     )
 
 
@@ -439,10 +438,10 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
     ] + [(each.peak_high_bytes, ("-", f"{each.step_ms:.1f}"), each.name) for each in theirs]
     rows.sort(key=lambda row: -row[0])
     columns = (
-        right(f"budget {unit.name}"),
-        right("step ms"),
-        right(f"peak {unit.name}"),
-        left("layers by choice"),
+        Column(f"budget {unit.name}"),
+        Column("step ms"),
+        Column(f"peak {unit.name}"),
+        Column("layers by choice", folded=True),
     )
     left_out = (
         f"{len(ours)} of {len(points)} budgets, {len(theirs)} of {len(strategies)} settings of "
@@ -450,7 +449,7 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
         "step at a budget."
     )
     return Group(
-        table(columns, [(*figures, unit.text(peak), text) for peak, figures, text in rows]),
+        Rows(columns, [(*figures, unit.text(peak), text) for peak, figures, text in rows]),
         Text(left_out),
     )
 

@@ -272,7 +272,7 @@ def test_pareto_prints_json_or_csv_but_not_both(capsys):
     assert "not allowed with" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("width", [40, 60, 80])
 def test_no_table_is_cut_off(planned, width, capsys, monkeypatch):
     _, path, _ = planned
     monkeypatch.setenv("COLUMNS", str(width))
@@ -287,6 +287,17 @@ def test_no_table_is_cut_off(planned, width, capsys, monkeypatch):
         out = capsys.readouterr().out
         assert "…" not in out
         assert widest(out) <= width
+
+
+def test_on_40_columns_every_figure_of_a_stage_is_beside_its_name(planned, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = printed(["show", str(planned[1])], capsys)
+    plan = Plan.load(planned[1])
+    for stage, chunks in enumerate(plan.layout.stages):
+        peak = plan.cost.stages[stage].peak_high_bytes / 2**30
+        assert (
+            f"stage {stage} {strip(plan.policy, chunks)} peak GiB {peak:.2f}, budget 28.00" in shown
+        )
 
 
 def test_pareto_shows_how_far_it_is_on_a_terminal_only():
