@@ -238,9 +238,11 @@ class Peak:
     """The highest moment of a stage."""
 
     bytes: int
+    """All bytes alive at this moment."""
     moment: str
     """A label: `stage 0, backward of layer 11, microbatch 3`."""
     breakdown: Breakdown
+    """What these bytes are."""
     pool_bytes: int = 0
     """The part of `bytes` that is in the memory pool and input buffers of CUDA graphs of layers."""
 

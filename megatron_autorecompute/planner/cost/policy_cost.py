@@ -49,7 +49,9 @@ class StageCost:
     """Memory and time of one stage under a policy."""
 
     stage: int
+    """The stage's number, from 0."""
     peak: Peak
+    """The fullest moment of the stage's step."""
     peak_low_bytes: int
     """The peak with every figure at the low end of its interval."""
     peak_high_bytes: int
@@ -83,6 +85,7 @@ class PolicyCost:
     """Memory and time of a whole step under a policy."""
 
     stages: tuple[StageCost, ...]
+    """The cost of each stage, first stage first."""
     step_ms: float
     """Time of the step, by a replay in which messages take no time."""
     bubble_ms: float

@@ -23,7 +23,9 @@ class StageEvidence:
     """How busy a stage is, and how much less busy any choices that fit could make it."""
 
     stage: int
+    """The stage's number, from 0."""
     budget_bytes: int
+    """Bytes that torch may allocate on a device of this stage."""
     objective_ms: float
     """Forward plus backward of one microbatch through the stage."""
     bound_ms: float | None
