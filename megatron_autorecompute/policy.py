@@ -9,6 +9,7 @@ module names exist and which choices a model allows.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import itertools
 import re
@@ -350,36 +351,13 @@ class RecomputePolicy:
             PolicyError: unreadable text, a count that does not match `num_layers`, or the name of a
                 block that the model does not have.
         """
-        text = _text(text).strip()
-        parts = named_parts(text)
-        if parts is not None:
-            return cls._of_blocks(parts, num_layers, layout, depth_layers, blocks)
-        if text == "auto":
-            raise PolicyError("'auto' is not a policy: it must be measured and solved first.")
-        if text.startswith("@"):
-            return cls.load(
-                text[1:],
-                num_layers=num_layers,
-                layout=layout,
-                depth_layers=depth_layers,
-                blocks=blocks,
-            )
-        if text.startswith(MEGATRON):
-            if _MEGATRON.fullmatch(text):
-                return MegatronStrategy.parse(text).policy(num_layers, layout, depth_layers)
-            return cls.parse(
-                text.removeprefix(MEGATRON),
-                num_layers=num_layers,
-                layout=layout,
-                depth_layers=depth_layers,
-                blocks=blocks,
-            ).as_megatron
-        runs = [_parse_run(part, text) for part in re.split(r",(?![^\[]*\])", text)]
-        if len(runs) == 1 and runs[0][1] is None:
-            return cls((runs[0][0],) * num_layers)
-        # Checked before the list is made: a mistyped count could exceed all memory.
-        _check_length(sum(_count(count) for _, count in runs), num_layers, text)
-        return cls(tuple(choice for choice, count in runs for _ in range(_count(count))))
+        return cls.from_config(
+            _text(text),
+            num_layers=num_layers,
+            layout=layout,
+            depth_layers=depth_layers,
+            blocks=blocks,
+        )
 
     @classmethod
     def from_config(
@@ -397,20 +375,51 @@ class RecomputePolicy:
         Raises:
             PolicyError: the value is of none of these forms or covers another number of layers.
         """
+        again = functools.partial(
+            cls.from_config,
+            num_layers=num_layers,
+            layout=layout,
+            depth_layers=depth_layers,
+            blocks=blocks,
+        )
+        parts = _parts_of(value, blocks)
+        if parts is not None:
+            return cls._of_blocks(parts, num_layers, layout, depth_layers, blocks)
         if isinstance(value, Mapping):
-            of_plan = parts_of_plan(value) if blocks else None
-            parts = of_plan or parts_of_dict(value)
-            if parts is not None:
-                return cls._of_blocks(parts, num_layers, layout, depth_layers, blocks)
-            value = value.get("recompute_policy", value.get("policy", value))
-        if isinstance(value, str):
-            return cls.parse(
-                value,
+            inner = value.get("recompute_policy", value.get("policy", value))
+            return (
+                again(inner) if isinstance(inner, str) else cls._of_list(inner, num_layers, blocks)
+            )
+        if not isinstance(value, str):
+            return cls._of_list(value, num_layers, blocks)
+        text = value.strip()
+        if text.startswith("@"):
+            return cls.load(
+                text[1:],
                 num_layers=num_layers,
                 layout=layout,
                 depth_layers=depth_layers,
                 blocks=blocks,
             )
+        if _MEGATRON.fullmatch(text):
+            return MegatronStrategy.parse(text).policy(num_layers, layout, depth_layers)
+        if text.startswith(MEGATRON):
+            return again(text.removeprefix(MEGATRON)).as_megatron
+        return cls._of_text(text, num_layers)
+
+    @classmethod
+    def _of_text(cls, text: str, num_layers: int) -> RecomputePolicy:
+        if text == "auto":
+            raise PolicyError("'auto' is not a policy: it must be measured and solved first.")
+        runs = [_parse_run(part, text) for part in re.split(r",(?![^\[]*\])", text)]
+        if len(runs) == 1 and runs[0][1] is None:
+            return cls((runs[0][0],) * num_layers)
+        # Checked before the list is made: a mistyped count could exceed all memory.
+        _check_length(sum(_count(count) for _, count in runs), num_layers, text)
+        return cls(tuple(choice for choice, count in runs for _ in range(_count(count))))
+
+    @classmethod
+    def _of_list(cls, value: Any, num_layers: int, blocks: Blocks | None) -> RecomputePolicy:
         if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
             raise PolicyError(
                 f"recompute_policy is {value!r:.80}: expected text, a list with one choice per "
@@ -633,6 +642,15 @@ class MegatronStrategy:
             )
         # The depth and the stack inside it both read the setting.
         yield from ((index, LayerPolicy("full", inner=depth_layers)) for index in depths)
+
+
+def _parts_of(value: Any, blocks: Blocks | None) -> Mapping[str, Any] | None:
+    """What a value says for each block by name; None if it names none."""
+    if isinstance(value, str):
+        return named_parts(value.strip())
+    if isinstance(value, Mapping):
+        return (parts_of_plan(value) if blocks else None) or parts_of_dict(value)
+    return None
 
 
 def _text(given: Any) -> str:

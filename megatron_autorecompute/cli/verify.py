@@ -13,7 +13,6 @@ from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import add_json, console, progress_bars, quiet_upstream
 from megatron_autorecompute.cli.values import sizes
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
 if TYPE_CHECKING:
@@ -66,8 +65,7 @@ def add_runs(parser: ArgumentParser) -> None:
 def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
     """Run Megatron's schedule under a plan, and under the policy of the step that a job measured.
 
-    Without --json a table is printed; its lines in a pipe or file are written as soon as their
-    stage is done.
+    Without --json a table is printed, each line as soon as its stage is done.
     """
     measured = _measured(args, plan)
     with quiet_upstream():
@@ -78,7 +76,7 @@ def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
         calls = args.lengths or verify_calls.calls_of(plan)
         verify_calls.fullest_parts(plan, calls)  # refused before anything runs
         beside = Beside(bool(calls) or steps, steps or bool(plan.measured_peak_bytes))
-        lines = Lines(unit, beside) if not args.json and not sys.stdout.isatty() else None
+        lines = None if args.json else Lines(unit, beside)
         if measured is not None:
             verify.measured_peaks(plan, measured)
         with progress_bars() as bars:
@@ -94,8 +92,6 @@ def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
             checks += verify_calls.verify_calls(plan, calls, checks, done)
             if measured is not None:
                 checks += verify.verify_measured(plan, measured, done)
-        if not args.json and lines is None:
-            console().print(table(checks, unit))
     return checks
 
 
@@ -128,17 +124,6 @@ def _measured(args: Namespace, plan: Plan) -> Plan | None:
     return plan if known else None
 
 
-def table(checks: Sequence[StageCheck], unit: Unit) -> Rows:
-    """One row per stage, and another one for each where a job measured it."""
-    beside = Beside(
-        any(check.call is not None or check.iteration is not None for check in checks),
-        any(check.job_bytes is not None for check in checks),
-    )
-    columns = [Column(name) for name in _names(unit, beside)]
-    rows = [_cells(check, unit, beside) for check in checks]
-    return Rows([*columns, Column("", left=True)], rows)
-
-
 @dataclass(frozen=True, slots=True)
 class Beside:
     """The further columns of the table."""
@@ -150,7 +135,7 @@ class Beside:
 
 
 class Lines:
-    """The table's rows for a pipe: written one at a time, in columns of the header's widths."""
+    """The table's rows, written one at a time, in columns of the header's widths."""
 
     def __init__(self, unit: Unit, beside: Beside = Beside()) -> None:
         self._unit = unit

@@ -5,26 +5,25 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
-from megatron_autorecompute.planner.cost.peak_memory import Breakdown
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.copies import Copy, StepCopies
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData
-from megatron_autorecompute.report.recorded_html import recorded_data, recorded_section
+from megatron_autorecompute.report.recorded_html import recorded_data, recorded_tables
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
 from megatron_autorecompute.report.words import binds, came_from, duration, percent, proof, size
 
+_TEMPLATES = Path(__file__).parent / "templates"
 _PARTS = (  # as plan.js draws them
     ("static", "static_bytes"),
     ("overhead", "overhead_bytes"),
@@ -40,35 +39,41 @@ _PARTS = (  # as plan.js draws them
 def html(data: ReportData) -> str:
     """The whole page."""
     plan = data.plan
-    parts = {
-        "title": escape(plan.profile.model.name),
-        "shape": escape(_shape(plan)),
-        "answer": _answer(plan),
-        "speed": f"<p>{escape(data.speed)}</p>" * bool(data.speed),
-        "cards": _cards(data),
-        "stages_note": _stages_note(plan),
-        "stages": _stages(data),
-        "recorded": recorded_section(data.recorded),
-        "step_note": _step_note(data),
-        "policy_note": "Point at a cell to see what its other choices would cost.",
-        "strip": strip_svg(plan, interactive=True),
-        "curve_note": _curve_note(data),
-        "curve": curve_svg(data.curve),
-        "evidence": _evidence(data),
-        "pastes": "".join(
-            _paste(i, paste.where, paste.text) for i, paste in enumerate(data.pastes)
-        ),
-        "data": packed(page_data(data)),
-    }
-    page = _template("plan.html")
-    page = page.replace("/*strip*/", STYLE).replace("/*script*/", _template("plan.js"))
-    for name, text in parts.items():
-        page = page.replace("{{" + name + "}}", text)
-    return page
+    tight, slow = plan.cost.stages[tightest_stage(plan)], busiest_stage(plan)
+    return _template("plan.html").render(
+        data=data,
+        plan=plan,
+        tight=tight,
+        slow=slow,
+        fits=tight.peak_high_bytes <= plan.budget_bytes[tight.stage],
+        shape=_shape(plan),
+        answer=_answer(plan, tight),
+        lost=_lost(plan),
+        stages=list(zip(plan.cost.stages, plan.budget_bytes, plan.layout.stages, strict=True)),
+        memory_parts=_PARTS,
+        share=lambda part, whole: f"{100 * part / whole:.2f}%",
+        recorded=recorded_tables(data.recorded),
+        strip_style=STYLE,
+        strip=strip_svg(plan, interactive=True),
+        curve=curve_svg(data.curve),
+        proof=proof(plan),
+        evidence=_evidence(plan),
+        residuals=_residuals(plan),
+        records=_records(plan),
+        packed=packed(page_data(data)),
+        script=(_TEMPLATES / "plan.js").read_text(encoding="utf-8"),
+    )
 
 
-def _template(name: str) -> str:
-    return (files(__package__) / "templates" / name).read_text(encoding="utf-8")
+def _template(name: str) -> Template:
+    pages = Environment(
+        loader=FileSystemLoader(str(_TEMPLATES)),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    pages.filters |= {"size": size, "duration": duration, "percent": percent}
+    return pages.get_template(name)
 
 
 def packed(value: Any) -> str:
@@ -205,23 +210,20 @@ def _shape(plan: Plan) -> str:
     return " · ".join(filter(None, parts))
 
 
-def _answer(plan: Plan) -> str:
-    stage = tightest_stage(plan)
-    budget, peak = plan.budget_bytes[stage], plan.cost.stages[stage].peak_high_bytes
-    one = plan.layout.num_stages == 1
-    tight = "" if one else f"; the tightest, stage {stage}, has {size(budget - peak)} left"
-    if peak <= budget:
-        within = (
-            f"{size(peak)} of {size(budget)}" if one else f"every stage within {_budgets(plan)}"
-        )
-        fits = f'<span class="yes">Fits</span>: {within}{tight}.'
+def _answer(plan: Plan, tight: StageCost) -> str:
+    """After whether it fits: in how much, and the step."""
+    budget, peak = plan.budget_bytes[tight.stage], tight.peak_high_bytes
+    if peak > budget:
+        within = f"stage {tight.stage} needs {size(peak)} of {size(budget)}"
+    elif plan.layout.num_stages == 1:
+        within = f"{size(peak)} of {size(budget)}"
     else:
-        fits = (
-            f'<span class="no">Does not fit</span>: stage {stage} needs {size(peak)} '
-            f"of {size(budget)}."
+        within = (
+            f"every stage within {_budgets(plan)}; the tightest, stage {tight.stage}, has "
+            f"{size(budget - peak)} left"
         )
     step = f"A step takes {duration(plan.cost.step_ms)}{_gain(plan)}.{_interval(plan)}"
-    return f"{fits} {step} {binds(plan)}".rstrip()
+    return f"{within}. {step} {binds(plan)}".rstrip()
 
 
 def _interval(plan: Plan) -> str:
@@ -240,7 +242,7 @@ def _gain(plan: Plan) -> str:
     manual = plan.best_manual
     if manual is None:
         return "; none of Megatron's own settings fits"
-    name = escape(manual.name.removeprefix("megatron:"))
+    name = manual.name.removeprefix("megatron:")
     gain = 1 - plan.cost.step_ms / manual.step_ms
     setting = best_own_setting(plan)
     if gain < 0.0005:
@@ -250,46 +252,9 @@ def _gain(plan: Plan) -> str:
     )
 
 
-def _cards(data: ReportData) -> str:
-    plan = data.plan
-    return "".join(
-        (
-            _memory_card(data),
-            _time_card(plan),
-            _paste_card(data.pastes[0].where, data.pastes[0].text),
-        )
-    )
-
-
-def _memory_card(data: ReportData) -> str:
-    plan = data.plan
-    stage = tightest_stage(plan)
-    cost, budget = plan.cost.stages[stage], plan.budget_bytes[stage]
-    where = cost.peak.moment.partition(", ")[2]
-    parts = {what: getattr(cost.peak.breakdown, field) for what, field in _PARTS}
-    return (
-        '<div class="card"><h2>Where memory is tight</h2>'
-        f"<b>stage {stage}</b>: {size(cost.peak_high_bytes)} of {size(budget)}"
-        f"{_memory_bar(cost.peak.breakdown, budget)}"
-        f'<p class="quiet">{size(parts["static"])} static, {size(parts["in-flight"])} in flight'
-        f"<br>at: {escape(where)}</p></div>"
-    )
-
-
-def _memory_bar(split: Breakdown, budget_bytes: int) -> str:
-    most = max(budget_bytes, split.total_bytes)
-    pieces = [
-        f'<i style="width:{100 * getattr(split, field) / most:.2f}%;background:var(--{name})"></i>'
-        for name, field in _PARTS
-        if getattr(split, field)
-    ]
-    mark = f'<u style="left:calc({100 * budget_bytes / most:.2f}% - 2px)"></u>'
-    return f'<div class="bar">{"".join(pieces)}{mark}</div>'
-
-
-def _time_card(plan: Plan) -> str:
+def _lost(plan: Plan) -> dict[str, float]:
+    """Milliseconds of the step by what they are lost to."""
     cost = plan.cost
-    busiest = busiest_stage(plan)
     lost = {"recomputing": cost.recompute_ms, "waiting": cost.bubble_ms}
     if plan.policy.offloads:
         lost["waiting for copies"] = cost.stall_ms
@@ -297,122 +262,11 @@ def _time_card(plan: Plan) -> str:
         lost["less by recompute that begins while stages wait"] = cost.ahead_ms
     if cost.is_host_bound:
         lost["waiting for the host to launch kernels"] = cost.launch_ms
-    what = ", ".join(
-        f"<b>{duration(time)}</b> ({percent(time / cost.step_ms)}) {how}"
-        for how, time in lost.items()
-    )
-    return (
-        f'<div class="card"><h2>Where time is lost</h2>{what}'
-        f"{_time_bar(busiest, cost.step_ms)}"
-        f'<p class="quiet">{_time_keys()}<br>of {duration(cost.step_ms)}, on stage '
-        f"{busiest.stage}, the busiest</p></div>"
-    )
+    return lost
 
 
-def _time_keys() -> str:
-    kinds = (
-        ("work", "var(--backward-1)", ""),
-        ("recompute", "var(--recompute-1)", "hatched"),
-        ("waiting", "var(--idle)", ""),
-    )
-    return "".join(
-        f'<span class="key"><i class="{extra}" style="background-color:{colour}"></i>{name}</span>'
-        for name, colour, extra in kinds
-    )
-
-
-def _time_bar(stage: StageCost, step_ms: float) -> str:
-    work = stage.busy_ms - stage.recompute_ms
-    return (
-        '<div class="bar">'
-        f'<i style="width:{100 * work / step_ms:.2f}%;background:var(--backward-1)"></i>'
-        f'<i class="hatched" style="width:{100 * max(stage.recompute_ms, 0) / step_ms:.2f}%;'
-        'background-color:var(--recompute-1)"></i></div>'
-    )
-
-
-def _paste_card(where: str, text: str) -> str:
-    return (
-        '<div class="card"><h2 style="display:flex;justify-content:space-between">What to paste '
-        '<button class="copy" data-copy="paste-0">Copy</button></h2>'
-        f'<span class="quiet">{escape(where)}:</span>'
-        f"<pre>{escape(text)}</pre></div>"
-    )
-
-
-def _paste(number: int, where: str, text: str) -> str:
-    return (
-        f'<div class="paste"><header><b>{escape(where)}</b>'
-        f'<button class="copy" data-copy="paste-{number}">Copy</button></header>'
-        f'<pre id="paste-{number}" tabindex="0">{escape(text)}</pre></div>'
-    )
-
-
-def _stages_note(plan: Plan) -> str:
-    tight, slow = tightest_stage(plan), busiest_stage(plan).stage
-    if plan.layout.num_stages == 1:
-        return ""
-    both = f"Stage {tight} has the least room"
-    return f"{both} and works longest." if tight == slow else f"{both}, stage {slow} works longest."
-
-
-def _step_note(data: ReportData) -> str:
-    drawn, whole = data.timeline.num_microbatches, data.plan.schedule.num_microbatches
-    if drawn == whole:
-        return ""
-    return f"The middle of a step repeats: {drawn} of {whole:,} microbatches are drawn."
-
-
-def _stages(data: ReportData) -> str:
-    plan = data.plan
-    tight, slow = tightest_stage(plan), busiest_stage(plan).stage
-    rows = []
-    for cost, budget, chunks in zip(
-        plan.cost.stages, plan.budget_bytes, plan.layout.stages, strict=True
-    ):
-        layers = sum(len(chunk.layers) for chunk in chunks)
-        idle = plan.cost.step_ms - cost.busy_ms
-        classes = [c for c, s in (("tight", tight), ("slow", slow)) if s == cost.stage]
-        rows.append(
-            f'<tr class="{" ".join(classes)}"><td>{cost.stage}</td><td class="n">{layers}</td>'
-            f'<td class="wide">{_memory_bar(cost.peak.breakdown, budget)}</td>'
-            f'<td class="n"><b>{size(cost.peak_high_bytes)}</b></td>'
-            f'<td class="n">{size(budget - cost.peak_high_bytes)}</td>'
-            f'<td class="wide">{_time_bar(cost, plan.cost.step_ms)}</td>'
-            f'<td class="n">{duration(cost.recompute_ms)}</td>'
-            f'<td class="n">{duration(idle)}</td></tr>'
-        )
-    return (
-        '<table class="stages"><thead><tr><th>stage</th><th class="n">layers</th>'
-        '<th>memory at its fullest moment; ❙ budget</th><th class="n">peak</th>'
-        '<th class="n">free</th><th>the step: work, recompute, waiting</th>'
-        '<th class="n">recompute</th><th class="n">waiting</th></tr></thead>'
-        f"<tbody>{''.join(rows)}</tbody></table>"
-    )
-
-
-def _curve_note(data: ReportData) -> str:
-    return (
-        "The line is the step with each stage's fastest choices at every budget. A plan may be "
-        "faster still. Points are Megatron's own settings; a hollow one does not fit."
-    )
-
-
-def _evidence(data: ReportData) -> str:
-    plan = data.plan
-    return (
-        f"<p>{proof(plan)} By stage, the time that it is busy with one microbatch:</p>"
-        f"{_stage_evidence(plan)}{_measured(plan)}"
-        '<div class="columns">'
-        f"<div><h3>Rests on</h3>{_list(plan.profile.assumptions) or '<p>measured figures.</p>'}"
-        f"{_list(plan.notes)}</div>"
-        f"<div><h3>Holds for</h3>{_pairs(plan.fingerprint.items())}</div></div>"
-        f"{_records(plan)}"
-    )
-
-
-def _stage_evidence(plan: Plan) -> str:
-    rows = [
+def _evidence(plan: Plan) -> list[tuple[str, ...]]:
+    return [
         (
             str(item.stage),
             _range(cost.peak_low_bytes, cost.peak_high_bytes),
@@ -424,28 +278,18 @@ def _stage_evidence(plan: Plan) -> str:
         )
         for item, cost in zip(plan.evidence, plan.cost.stages, strict=True)
     ]
-    heads = (
-        "stage",
-        "peak",
-        "budget",
-        "kept from faster choices by",
-        "a microbatch",
-        "bound",
-        "gap",
-    )
-    return _scrolling(_table(heads, rows, numbers=(1, 2, 4, 5, 6)))
 
 
 def _range(low: int, high: int) -> str:
     return size(low) if low == high else f"{size(low)} to {size(high)}"
 
 
-def _measured(plan: Plan) -> str:
-    """Residuals that a job measured above the prediction, by stage."""
+def _residuals(plan: Plan) -> list[tuple[str, ...]]:
+    """What a job measured above the prediction, by stage; empty if nothing."""
     stages = plan.profile.stages
     if not any(s.residual_bytes or s.residual_ms or s.uncertainty_bytes for s in stages):
-        return ""
-    rows = [
+        return []
+    return [
         (
             str(number),
             size(stage.residual_bytes),
@@ -454,19 +298,11 @@ def _measured(plan: Plan) -> str:
         )
         for number, stage in enumerate(stages)
     ]
-    heads = (
-        "stage",
-        "measured minus predicted peak",
-        "open",
-        "measured minus predicted, a microbatch",
-    )
-    table = _table(heads, rows, numbers=(1, 2, 3))
-    return "<h3>Measured in the job</h3>" + _scrolling(table)
 
 
-def _records(plan: Plan) -> str:
+def _records(plan: Plan) -> list[tuple[str, ...]]:
     """The cost of every choice, from the profile."""
-    rows = [
+    return [
         (
             kind.name,
             record.choice,
@@ -480,42 +316,3 @@ def _records(plan: Plan) -> str:
         for kind in plan.profile.kinds
         for record in kind.choices
     ]
-    heads = (
-        "layers",
-        "choice",
-        "held",
-        "transient, forward",
-        "transient, backward",
-        "forward",
-        "backward",
-        "source",
-    )
-    return (
-        "<details><summary>What every choice costs on one layer</summary>"
-        f"{_scrolling(_table(heads, rows, numbers=(2, 3, 4, 5, 6)))}</details>"
-    )
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Sequence[int]) -> str:
-    def cells(tag: str, row: Sequence[str]) -> Iterator[str]:
-        for i, text in enumerate(row):
-            number = ' class="n"' if i in numbers else ""
-            yield f"<{tag}{number}>{escape(text)}</{tag}>"
-
-    head = "".join(cells("th", heads))
-    body = "".join(f"<tr>{''.join(cells('td', row))}</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _scrolling(table: str) -> str:
-    """A table that scrolls by itself where it is wider than the page, with the arrow keys too."""
-    return f'<div class="scroll" tabindex="0">{table}</div>'
-
-
-def _list(texts: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    return f"<ul>{items}</ul>" if items else ""
-
-
-def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
-    return _table(("", ""), list(pairs), numbers=())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,38 +28,38 @@ def recorded_data(step: RecordedStep | None) -> dict[str, Any] | None:
     }
 
 
-def recorded_section(step: RecordedStep | None) -> str:
-    """The section of the page; empty without a recorded step."""
+@dataclass(frozen=True, slots=True)
+class RecordedTable:
+    """A table of the largest differences."""
+
+    what: str
+    """What has a row each."""
+    about: str
+    """A sentence on the figures."""
+    rows: tuple[tuple[str, ...], ...]
+    """Name, planned bytes, recorded bytes, their difference; as texts."""
+
+
+def recorded_tables(step: RecordedStep | None) -> list[RecordedTable]:
+    """The tables of the page; none without a recorded step."""
     if step is None:
-        return ""
-    parts = _table("the step's parts", "at their fullest moments", step.moments)
-    layers = f"<p>{escape(step.no_layers)}</p>" if step.no_layers else ""
+        return []
+    tables = [_table("the step's parts", "At their fullest moments", step.moments)]
     if step.layers:
-        what = "allocated in the forward and kept, output included and input not"
-        layers = _table("layers", f"{what}; median of the microbatches", step.layers)
-    return (
-        f'<section id="recorded"><header><h2>Recorded beside predicted: stage {step.stage}</h2>'
-        f"<p>{escape(step.source)}. {escape(step.found)}</p></header>"
-        f'<div class="columns"><div>{parts}</div><div>{layers}</div></div></section>'
-    )
+        what = "Allocated in the forward and kept, output included and input not"
+        tables.append(_table("layers", f"{what}; median of the microbatches", step.layers))
+    return tables
 
 
-def _table(what: str, about: str, differences: Sequence[Difference]) -> str:
+def _table(what: str, about: str, differences: Sequence[Difference]) -> RecordedTable:
     shown = [one for one in differences if abs(one.more_bytes) >= LEAST_BYTES]
     largest = sorted(shown, key=lambda one: -abs(one.more_bytes))[:MOST_ROWS]
     rest = len(differences) - len(largest)
     left_out = f"; {rest} with smaller differences, or none, are left out" if rest else ""
-    rows = "".join(map(_row, largest))
-    return (
-        f"<h3>By {escape(what)}</h3><p>{escape(about[:1].upper() + about[1:] + left_out)}.</p>"
-        '<div class="scroll"><table><thead><tr><th></th><th class="n">predicted</th>'
-        '<th class="n">recorded</th><th class="n">recorded minus predicted</th></tr></thead>'
-        f"<tbody>{rows}</tbody></table></div>"
-    )
+    return RecordedTable(what, about + left_out, tuple(map(_row, largest)))
 
 
-def _row(one: Difference) -> str:
-    sign = "+" if one.more_bytes >= 0 else "&minus;"
-    figures = size(one.predicted_bytes), size(one.recorded_bytes), sign + size(abs(one.more_bytes))
-    cells = "".join(f'<td class="n">{figure}</td>' for figure in figures)
-    return f"<tr><td>{escape(one.what)}</td>{cells}</tr>"
+def _row(one: Difference) -> tuple[str, ...]:
+    sign = "+" if one.more_bytes >= 0 else "\N{MINUS SIGN}"
+    more = sign + size(abs(one.more_bytes))
+    return one.what, size(one.predicted_bytes), size(one.recorded_bytes), more

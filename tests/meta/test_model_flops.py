@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autorecompute.cli.model_flops import flops_per_token
+from megatron_autorecompute.cli.throughput import flops_per_token
 
 DENSE = {
     "num_layers": 8,

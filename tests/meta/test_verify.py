@@ -11,11 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from benchmarks.peak_fidelity import CASES, builder, config, measured_profile, shape
 from megatron_autorecompute.cli import main
-from megatron_autorecompute.cli.verify import Lines, table
+from megatron_autorecompute.cli.verify import Lines
 from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.errors import VerificationError
 from megatron_autorecompute.meta import verify
@@ -184,18 +183,6 @@ def test_small_figures_are_in_mib_and_what_is_wrong_is_the_last_word(capsys):
     assert len(fine) == len(header)
     assert apart == f"{apart[: len(header)]}  differs"
     assert over == f"{over[: len(header)]}  over budget"
-
-
-@pytest.mark.any_version
-@pytest.mark.parametrize("width", [40, 80])
-def test_the_table_of_a_terminal_fits_it(width):
-    sizes = {"static_bytes": GIB, "boundary_bytes": 0, "budget_bytes": 6 * GIB}
-    checks = [StageCheck(stage, 4 * GIB, 4 * GIB, MOMENT, **sizes) for stage in range(3)]
-    out = io.StringIO()
-    Console(file=out, width=width).print(table(checks, unit_for([5 * GIB])))
-    assert max(map(len, out.getvalue().splitlines())) <= width
-    assert out.getvalue().count("4.000") == 6
-    assert out.getvalue().count("+0.00%") == 3
 
 
 def job_that_measured(plan, policy, peaks):

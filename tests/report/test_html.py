@@ -98,8 +98,8 @@ def test_a_layers_other_choices_are_those_that_explain_prints(data):
         found = neighbours(plan.problem(), plan.policy, layer)
         stage = data.stage_of[layer]
         now = plan.cost.stages[stage]
-        assert [effect.choice for effect in data.effects[layer]] == [choice for choice, _ in found]
-        for effect, (_, cost) in zip(data.effects[layer], found, strict=True):
+        assert [effect.choice for effect in data.effects[layer]] == [one.choice for one in found]
+        for effect, cost in zip(data.effects[layer], [one.cost for one in found], strict=True):
             other = cost.stages[stage]
             assert effect.step_ms == pytest.approx(cost.step_ms - plan.cost.step_ms)
             assert effect.stage_busy_ms == pytest.approx(other.busy_ms - now.busy_ms)

@@ -359,3 +359,11 @@ def test_layer_policies_keep_modules_sorted_and_hash_equal():
     left = LayerPolicy("selective", ("mlp", "core_attn"))
     assert left == LayerPolicy("selective", ("core_attn", "mlp", "mlp"))
     assert len({left, LayerPolicy.parse("selective[mlp+core_attn]"), FULL}) == 2
+
+
+def test_text_that_names_blocks_is_read_in_a_dict_too():
+    blocks = {"vision": 2, "decoder": 3}
+    text = "vision:full;decoder:none"
+    read = RecomputePolicy.parse(text, num_layers=5, blocks=blocks)
+    for key in ("policy", "recompute_policy"):
+        assert RecomputePolicy.from_config({key: text}, num_layers=5, blocks=blocks) == read
