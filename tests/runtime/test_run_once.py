@@ -120,6 +120,55 @@ def test_each_choice_reruns_exactly_the_products_that_it_names(gated, ffn):
         assert result.same_bits(reference), text
 
 
+EXPERTS, TOPK, EXPERT_FFN = 4, 2, 64  # of the tiny model
+TO_EXPERTS, BACK = 2, 1
+"""Exchanges of an expert-parallel layer's forward: of tokens and their weights, and of results."""
+RERUN_OF_MOE = {
+    "full+all": ({*ALL, "router"}, TO_EXPERTS + BACK),
+    "full": ({*ALL, "router"} - {"fc2"}, TO_EXPERTS),
+    "full+keep[dispatch]": ({*ALL, "router"} - {"fc2"}, 0),
+    "full+keep[core_attn+dispatch]": ({"qkv", "proj", "router", "fc1"}, 0),
+    "selective[moe]+all": ({"router", "fc1", "fc2"}, TO_EXPERTS + BACK),
+    "selective[moe]": ({"router", "fc1"}, TO_EXPERTS),
+    "selective[moe]+keep[dispatch]": ({"router", "fc1"}, 0),
+    "selective[experts]": ({"fc1"}, 0),
+}
+
+
+def test_each_choice_of_experts_reruns_exactly_the_products_and_exchanges_that_it_names():
+    ranks = run_ranks(steps_of_experts, 2, timeout_s=120)
+    cost = products(EXPERT_FFN * TOPK, gated=True) | {"router": 2 * TOKENS * HIDDEN * EXPERTS}
+    plain = sum(rank["none"][0] for rank in ranks)
+    for text, (rerun, exchanges) in {"none": ((), 0), **RERUN_OF_MOE}.items():
+        flops, exchanged, same_bits = zip(*(rank[text] for rank in ranks), strict=True)
+        more = len(ranks) * LAYERS * sum(cost[name] for name in rerun)
+        assert sum(flops) - plain == more, text  # one rank's experts may get more tokens
+        forward_and_backward = 2 * (TO_EXPERTS + BACK)
+        assert {*exchanged} == {LAYERS * (forward_and_backward + exchanges)}, text
+        assert all(same_bits), text
+
+
+def steps_of_experts():
+    """(FLOPs, exchanges between ranks, whether bits are those of none) of a step by choice."""
+    start_parallel(expert_model_parallel_size=2)
+    model = model_of(kind="moe", dropout=0.0, expert_model_parallel_size=2)
+    exchange, calls, steps = torch.distributed.all_to_all_single, [], {}
+
+    def counted(*args, **options):
+        calls.append(1)
+        return exchange(*args, **options)
+
+    torch.distributed.all_to_all_single = counted
+    for text in ("none", *RERUN_OF_MOE):
+        before = len(calls)
+        flops, result = step_of(model, text)
+        steps[text] = flops, len(calls) - before, result
+    reference = steps["none"][-1]
+    return {
+        text: (*counts, result.same_bits(reference)) for text, (*counts, result) in steps.items()
+    }
+
+
 @pytest.mark.parametrize(
     ("fields", "whole", "kept"),
     [(SWIGLU | {"ffn_hidden_size": 7 * HIDDEN // 2}, 79, 67), ({}, 71, 57)],
