@@ -5,6 +5,7 @@ import gc
 import importlib
 import itertools
 import pickle
+import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -760,14 +761,23 @@ def test_what_others_have_put_around_ours_stays():
         (
             "full+keep[mlp]",
             {},
-            r"Unknown part mlp to keep in full\+keep\[mlp\]: there are",
+            r"Unknown part mlp to keep in full\+keep\[mlp\] on layer 0: there are",
         ),
         (
             "full+keep[core_attn]*1,none*2,none+offload[core_attn]*1",
             {},
             r"full\+keep\[core_attn\] on layer 0, in a policy that offloads",
         ),
-        ("selective[mlp+mlp_act]", {}, "mlp contains mlp_act, leave one of them out"),
+        (
+            "none*2,selective[mlp+mlp_act]*2",
+            {},
+            r"selective\[mlp\+mlp_act\] on layer 2 .*: mlp contains mlp_act, leave one of them out",
+        ),
+        (
+            "none*1,selective[experts]*3",
+            {"kind": "moe", "moe_router_force_load_balancing": True},
+            r"^experts of selective\[experts\] on layer 1: \w+ [^.]+\.$",
+        ),
         (
             "full+keep[dispatch]",
             {"kind": "moe", "moe_router_force_load_balancing": True},
@@ -778,6 +788,17 @@ def test_what_others_have_put_around_ours_stays():
 def test_what_cannot_run_is_refused_with_its_reason(text, fields, message):
     with pytest.raises(PolicyError, match=message):
         applied(text, model_of(**fields))
+
+
+def test_a_config_refuses_a_kept_part_in_one_sentence_with_layer_and_reason():
+    model = model_of()
+    model.config.cuda_graph_impl = "local"
+    said = (
+        "full+keep[core_attn] on layer 1 cannot be used with this model: "
+        "CUDA graphs fix what a recompute runs when they are captured."
+    )
+    with pytest.raises(PolicyError, match=f"^{re.escape(said)}$"):
+        applied("none*1,full+keep[core_attn]*3", model)
 
 
 def test_a_kept_part_that_layers_lack_is_said_once(caplog):
