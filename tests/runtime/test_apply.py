@@ -410,9 +410,18 @@ FROZEN_POLICIES = {
         "selective[mlp]",
         "selective[core_attn+layernorm+mlp]",
         "selective[mlp]*2,full/2*2",
+        "full+keep[core_attn]",
+        "selective[mlp_act+qkv]",
     ],
-    "moe": ["full", "selective[moe]", "selective[shared_experts]", "selective[layernorm]"],
-    "mla": ["full", "selective[mla_up_proj]", "selective[core_attn+mla_up_proj]"],
+    "moe": [
+        *("full", "selective[moe]", "selective[shared_experts]", "selective[layernorm]"),
+        *("full+keep[core_attn+dispatch]", "selective[moe]+keep[dispatch]"),
+        "selective[experts+qkv]",
+    ],
+    "mla": [
+        *("full", "selective[mla_up_proj]", "selective[core_attn+mla_up_proj]"),
+        *("full+keep[core_attn]", "selective[mlp_act+qkv]"),
+    ],
 }
 
 

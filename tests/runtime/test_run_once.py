@@ -555,6 +555,57 @@ def packed_gradients(model):
     return [parameter.grad for parameter in model.parameters()]
 
 
+class AttentionAcrossRanks(torch.nn.Module):
+    """Attends to the keys and values of all context-parallel ranks, the sequence cut in order."""
+
+    runs = 0
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, query, *others, **_):
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        AttentionAcrossRanks.runs += 1
+        group, length = parallel_state.get_context_parallel_group(), len(query)
+        gathered = [gather_from_sequence_parallel_region(x, group=group) for x in others[:2]]
+        seen = torch.ones(length, len(gathered[0]), dtype=torch.bool).tril(group.rank() * length)
+        heads = [x.permute(1, 2, 0, 3) for x in (query, *gathered)]
+        context = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
+RUNS_UNDER_CONTEXT_PARALLELISM = {
+    "none": 1,
+    "full": 2,
+    "full/2+keep[core_attn]": 1,
+    "selective[qkv]": 1,
+    "selective[core_attn+qkv]": 2,
+    "selective[mlp_act]": 1,
+}
+
+
+def test_an_attention_across_context_parallel_ranks_keeps_its_bits_and_a_kept_one_runs_once():
+    expected = {
+        text: (LAYERS * runs, True) for text, runs in RUNS_UNDER_CONTEXT_PARALLELISM.items()
+    }
+    assert run_ranks(across_ranks, 2, timeout_s=120) == [expected, expected]
+
+
+def across_ranks():
+    start_parallel(context_parallel_size=2)
+    model = model_of(dropout=0.0, attention=AttentionAcrossRanks)
+    _, reference = step_of(model, "none")
+    found = {}
+    for text in RUNS_UNDER_CONTEXT_PARALLELISM:
+        before = AttentionAcrossRanks.runs
+        _, result = step_of(model, text)
+        found[text] = AttentionAcrossRanks.runs - before, result.same_bits(reference)
+    return found
+
+
 class _Fused:
     """In the place of Apex's kernels, which add a weight's gradient to main_grad in the product."""
 
