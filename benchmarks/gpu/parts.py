@@ -20,7 +20,7 @@ from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
-FULL = "megatron:uniform/1"
+FULL, GROUPS = "megatron:uniform/1", "megatron:uniform/2"
 SELECTIVE = "megatron:selective[core_attn]"
 BUDGETS = 8
 POLICIES = 40
@@ -120,7 +120,7 @@ def fidelity(contest: Contest, ledger: Ledger, rounds: int) -> None:
 def overhead(contest: Contest, ledger: Ledger, rounds: int) -> None:
     """Part 5: Megatron's strategies run by our forward, against Megatron's own path."""
     half = contest.case.shape.num_layers // 2
-    for text in ("megatron:none", SELECTIVE, FULL, "megatron:uniform/2", f"megatron:block/{half}"):
+    for text in ("megatron:none", SELECTIVE, FULL, GROUPS, f"megatron:block/{half}"):
         ours = contest.policy(text).format()
         ledger.item(
             f"strategy/{text}",
@@ -132,7 +132,8 @@ def checkpoints(contest: Contest, ledger: Ledger, rounds: int) -> None:
     """Part 10: Megatron's checkpoints and ours in turns, with what each keeps: the same bytes rerun
     less, and choices that Megatron lacks."""
     peak = _peaks(contest, ledger)
-    texts = ["megatron:none", FULL, *(str(c) for c in contest.choices() if c != LayerPolicy())]
+    choices = (str(c) for c in contest.choices() if c != LayerPolicy())
+    texts = ["megatron:none", FULL, GROUPS, *choices]
     for text in texts:
         peak(f"peak/{text}", text)
     ledger.item("times", lambda: contest.in_turns(texts, 4 * rounds))

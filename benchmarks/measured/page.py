@@ -204,12 +204,12 @@ has smaller differences.
   which Adam has no moments yet. "MoE, second step logged" compares the first peak with these
   moments. What grows later is routing and blocks: 1.7 GB in jobs with fp8 experts, 1.0 GB in the
   proxies of DeepSeek-V3, 17.4 GB in Nemotron 3.5 Lightning on 8 GB200.
-- **Mixtral from a checkpoint**: 0.8 to 1.0 GB on H100 in every step, and 2.1 GB on A100. An
-  expert on the last rank with 7 to 9% more tokens than even would need as much as on H100. No
-  cause was found.
+- **Mixtral from a checkpoint**: 0.8 to 1.0 GB on H100 in every step, and 2.1 GB on A100. No cause
+  was found. On H100 as much would be missing if an expert of the last rank got 7 to 9% more tokens
+  than even routing gives it.
 - **Fused cross entropy, first step**: up to 128 MB. torch's inductor makes a tensor of the L2
-  cache's size when it times what it compiled (torch/_inductor/runtime/benchmarking.py). On A100
-  in containers of 2025 it is 0.5 and 0.9 GB; those rows are not judged.
+  cache's size when it times compiled code (torch/_inductor/runtime/benchmarking.py). On A100 in
+  containers of 2025 0.5 and 0.9 GB are missing; those rows are not judged.
 - **Blocks.** Runs of equal flags differ by up to 13 MB. Under context parallelism a run's peak may
   grow for tens of steps; "context parallel, first step" is from before that growth.
 """

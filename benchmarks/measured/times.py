@@ -183,8 +183,8 @@ include the optimizer and the data-parallel collectives. Errors are absolute, ex
 
 - *Fitted*: a parameter was fitted on the row.
 - *Judges*: nothing was fitted, the number of GPUs is known, and the hidden size is 4,096 or more.
-- *All* also has tests with small layers, in which the GPU waits for its host, and rows whose
-  number of GPUs was chosen by the bytes between steps. [All
+- *All* also has tests with small layers, in which the GPU waits for its host. It also has rows
+  whose number of GPUs is not published and was inferred from the bytes between steps. [All
   groups](../benchmarks/results/measured.md) are in the file of rows.
 """
 UNTOLD = """- The 7B runs of Megatron's tests are deterministic. Their backward of attention is
@@ -194,8 +194,8 @@ UNTOLD = """- The 7B runs of Megatron's tests are deterministic. Their backward 
   and the hosts of A100's and GB200's tests are as slow. Small tests on GB200 whose name ends in
   `1node` take 5 to 20 times as long as the same test on two nodes.
 - The Python of EP overlap's schedule is not modelled.
-- One test with experts on eight ranks (`ep8`) takes longer than predicted. With Muon it does not;
-  Muon's own time is then predicted too long. No cause was found.
+- One test with experts on eight ranks (`ep8`) takes longer than predicted. The same test with
+  Muon does not, but Muon's own time is predicted too long. No cause was found.
 - Two tests whose name has `frozen` take 1.2 and 1.45 times as long as those of equal flags
   without.
 - Two runs of October 2025 on another cluster swing between 0.3 and 11 s a step.

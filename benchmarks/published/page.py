@@ -34,9 +34,9 @@ def counted(data: Data) -> str:
     covered, uncovered = data["points"], data["uncovered"]
     of_covered = sum(len(point["published"]) for point in covered)
     return (
-        f"{len(covered)} of {len(covered) + len(uncovered)} recipes with a published run of their "
-        f"name are covered. {of_covered} of {data['runs']} published runs are of their sizes; the "
-        "others are of recipes that are not covered, or of sizes that recipes had earlier.\n"
+        f"{len(covered)} of {len(covered) + len(uncovered)} recipes with a published run are "
+        f"covered. {of_covered} of {data['runs']} published runs have a covered recipe's sizes. "
+        "The others belong to other recipes, or to sizes that a recipe had earlier.\n"
     )
 
 

@@ -18,11 +18,10 @@ from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import check_output, print_result, progress_bars
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
 from megatron_autorecompute.cli.values import MOST_POINTS, at_least, picture
-from megatron_autorecompute.planner.cost.outcomes import Outcomes
-from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, curve_point
-from megatron_autorecompute.planner.search.curve import pareto
+from megatron_autorecompute.planner.plan import ManualResult
+from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
+from megatron_autorecompute.planner.search.manual import may_offload
 from megatron_autorecompute.planner.search.offload import without_offload
-from megatron_autorecompute.planner.search.offload_settings import may_offload
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.curve import curve_svg
@@ -67,15 +66,11 @@ class ParetoCommand(Command):
         (problem,), asked = problems(args, read_source(args))
         with progress_bars() as bars:
             task = bars.add_task("Budgets", total=1)
-            found = pareto(problem, args.points, lambda share: bars.update(task, completed=share))
+            points = pareto(problem, args.points, lambda share: bars.update(task, completed=share))
             own = bars.add_task("Megatron's own settings", total=1)
             strategies = strategies_of(
-                problem,
-                Outcomes(problem.costs),
-                None,
-                lambda share: bars.update(own, completed=share),
+                problem, None, lambda share: bars.update(own, completed=share)
             )
-        points = [curve_point(point) for point in found]
         without = _without_offload(problem, args.points)
         if args.csv:
             print(as_csv(points, strategies), end="")
@@ -97,7 +92,7 @@ class ParetoCommand(Command):
 def _without_offload(problem: Problem, num_points: int) -> list[CurvePoint]:
     """The curve without offload; empty where nothing offloads, or some layers must."""
     without = without_offload(problem) if may_offload(problem) else None
-    return [] if without is None else list(map(curve_point, pareto(without, num_points)))
+    return [] if without is None else list(pareto(without, num_points))
 
 
 def _draw(

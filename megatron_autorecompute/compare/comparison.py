@@ -1,6 +1,6 @@
 """The record of a comparison: time and memory of every strategy, on one machine and one budget.
 
-`run` makes records and `rendering` prints them. docs/comparison.md describes every field.
+`run` makes records and `rendering` prints them. docs/comparison.md says what a comparison does.
 """
 
 from __future__ import annotations

@@ -106,6 +106,22 @@ def second_run(node: Any) -> Iterator[tuple[Any, Any]]:
         megatron_random._unset_checkpointing()
 
 
+def logged_losses() -> dict[str, torch.Tensor]:
+    """The auxiliary losses that routers have added up for the log, by name: a value a layer."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # 0.16
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        return {name: e["values"] for name, e in get_moe_layer_wise_logging_tracker().items()}
+    return {name: e.values for name, e in get_moe_metrics_tracker().metrics.items()}
+
+
+def has_other_ranks() -> bool:
+    """Whether collectives in a layer may wait for other ranks."""
+    return torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+
+
 def generator_states() -> Any:
     """The states of all generators that a checkpoint replays."""
     return megatron_random._get_all_rng_states()

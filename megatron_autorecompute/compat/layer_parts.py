@@ -72,7 +72,10 @@ def why_none(config: Any) -> str | None:
 
 
 def last_of_layer(layer: Layer) -> Iterator[Place]:
-    """What a layer runs last, in the order in which it runs."""
+    """What a layer runs last, in the order in which it runs. Nothing where dropout is fused with
+    the bias: the mask that a compiled function saves is not told from its input."""
+    if layer.config.bias_dropout_fusion and layer.config.hidden_dropout > 0:
+        return
     mlp = getattr(layer, "mlp", None)
     if mlp is not None and not isinstance(mlp, IdentityOp):
         yield from last_of_mlp(mlp)

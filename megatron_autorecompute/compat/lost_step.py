@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -59,6 +60,53 @@ def why_no_stand_in(config: TransformerConfig) -> str | None:
     if config.fp8 and config.fp8_recipe == "delayed":
         return "delayed scaling takes fp8's scales from earlier microbatches"
     return None
+
+
+_CHUNK = "_autorecompute_chunk"
+"""Attribute of an output tensor: the number of its chunk."""
+
+
+def replace_backward(
+    replace: Replace,
+    chunks: Sequence[Chunk],
+    config: TransformerConfig,
+    instead: Callable[[int, Any, Callable[[], Any]], Any],
+) -> None:
+    """Replace the schedules' backward of a microbatch.
+
+    Args:
+        replace: replaces a function.
+        chunks: this rank's.
+        config: theirs. A copy of the model has its own, and its backwards stay as they are.
+        instead: called with the number of the chunk, its inputs and Megatron's own backward;
+            returns the gradients of the inputs.
+    """
+    numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
+
+    def numbered(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward_step(function: Any, data: Any, model: Any, *args: Any, **named: Any) -> Any:
+            result = original(function, data, model, *args, **named)
+            setattr(_first(result[0]), _CHUNK, numbers.get(id(model), 0))
+            return result
+
+        return forward_step
+
+    def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
+        def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **named: Any) -> Any:
+            run = functools.partial(original, input_tensor, output_tensor, *args, **named)
+            if (named["config"] if "config" in named else args[-1]) is not config:
+                return run()
+            return instead(getattr(_first(output_tensor), _CHUNK, 0), input_tensor, run)
+
+        return backward_step
+
+    if len(chunks) > 1:
+        replace(schedules, "forward_step", numbered)
+    replace(schedules, "backward_step", replaced)
+
+
+def _first(tensors: Any) -> Any:
+    return tensors[0] if isinstance(tensors, (list, tuple)) else tensors
 
 
 def leave_interrupted_checkpoint(chunks: Iterable[torch.nn.Module]) -> None:
@@ -150,7 +198,7 @@ class BucketSyncs:
 
     def __init__(
         self,
-        chunk: torch.nn.Module,
+        chunk: Chunk,
         elsewhere: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._chunk = chunk
@@ -198,8 +246,15 @@ class BucketSyncs:
         self._reduces.close()
         self._gathers.close()
 
-    def abandon(self) -> None:
-        """Leave a lost step, on every rank: the failed one has not counted its gradients."""
+    def abandon(self, finalizes: bool) -> None:
+        """Leave a lost step, on every rank: the failed one has not counted its gradients.
+
+        finalizes: whether the reductions that all ranks have entered must be waited for.
+        """
+        if finalizes and hasattr(self._chunk, "finish_grad_sync"):
+            self._chunk.finish_grad_sync(force_all_reduce=self._chunk.force_all_reduce)
+        if hasattr(self._chunk, "zero_grad_buffer"):
+            self._chunk.zero_grad_buffer()
         for begun in (self._reduces.now, self._gathers.now, self._ready):
             begun.clear()
         count_again(self._chunk)

@@ -215,46 +215,28 @@ class _SortChunks(torch.autograd.Function):
 
 
 def _permute(
-    tokens: torch.Tensor, routing_map: torch.Tensor, *, num_out_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, _, row_id_map = _Permute.apply(tokens, None, routing_map.shape[1], int(num_out_tokens))
-    return rows, row_id_map
-
-
-def _permute_with_probs(
-    tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor, *, num_out_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Permute.apply(
-        tokens, probs, routing_map.shape[1], int(num_out_tokens)
+    tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, rows: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    found: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] = _Permute.apply(
+        tokens, probs, routing_map.shape[1], int(rows)
     )
     return found
 
 
-def _unpermute(
-    rows: torch.Tensor, row_id_map: torch.Tensor, *, restore_shape: torch.Size, **_: Any
-) -> torch.Tensor:
-    tokens: torch.Tensor = _Unpermute.apply(rows, row_id_map, restore_shape[0])
-    return tokens
-
-
-def _sort(rows: torch.Tensor, sizes: Any, order: Any) -> torch.Tensor:
-    found: torch.Tensor = _SortChunks.apply(rows, None)[0]
-    return found
-
-
-def _sort_with_probs(
-    rows: torch.Tensor, probs: torch.Tensor, sizes: Any, order: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    found: tuple[torch.Tensor, torch.Tensor] = _SortChunks.apply(rows, probs)
-    return found
-
-
 PERMUTATION: dict[str, Any] = {
-    "fused_permute": _permute,
-    "fused_permute_with_probs": _permute_with_probs,
-    "fused_unpermute": _unpermute,
-    "fused_sort_chunks_by_index": _sort,
-    "fused_sort_chunks_by_index_with_probs": _sort_with_probs,
+    "fused_permute": lambda tokens, routing_map, *, num_out_tokens: _permute(
+        tokens, None, routing_map, num_out_tokens
+    )[::2],
+    "fused_permute_with_probs": lambda tokens, probs, routing_map, *, num_out_tokens: _permute(
+        tokens, probs, routing_map, num_out_tokens
+    ),
+    "fused_unpermute": lambda rows, row_id_map, *, restore_shape, **_: _Unpermute.apply(
+        rows, row_id_map, restore_shape[0]
+    ),
+    "fused_sort_chunks_by_index": lambda rows, sizes, order: _SortChunks.apply(rows, None)[0],
+    "fused_sort_chunks_by_index_with_probs": lambda rows, probs, sizes, order: _SortChunks.apply(
+        rows, probs
+    ),
     "HAVE_TE": True,
     "is_te_min_version": lambda *_: False,  # asked before an argument for padding is passed on
 }

@@ -30,16 +30,15 @@ from torch.utils._pytree import tree_iter
 from megatron_autorecompute.compat import graph_fields, model_layers, rules
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.meta_step import applied, fake_ranks, kept_between_steps
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
     JobStep,
-    add_main_gradients,
-    build_chunk,
+    counted,
     job_kinds,
     meta_megatron,
+    own_kinds,
+    shard,
     shard_config,
-    step_shape,
 )
 from megatron_autorecompute.meta.resolved import FIELDS
 from megatron_autorecompute.meta.roofline import Reading, Roofline
@@ -114,10 +113,7 @@ def with_graphs(job: Job, kinds: Sequence[LayerKind], clock: Roofline) -> tuple[
         kinds: the kinds of the whole model, with choices that Megatron allows beside the graphs.
         clock: gives the times.
     """
-    built = job_kinds(job)
-    asked = [next((k for k in kinds if one.layers[0] in k.layers), None) for one in built]
-    first = [kind is not None and kind not in asked[:at] for at, kind in enumerate(asked)]
-    own = [k if k is not None and new else None for k, new in zip(asked, first, strict=True)]
+    own = own_kinds(job, kinds)
     ran = [(k.name, record.policy) for k in own if k is not None for record in k.choices]
     copies = [0 if k is None else len(k.choices) for k in own]
     runs = _runs(job, copies, [choice for _, choice in ran], clock)
@@ -183,32 +179,18 @@ def _runs(
 ) -> list[GraphRun | None]:
     """Every layer's runs in a shard, each with its choice; None where nothing is captured."""
     asked, left_out = with_graph_fields(job, "transformer_engine")
-    with meta_megatron(asked):
-        config, _ = shard_config(asked, copies, left_out)
-        shape = step_shape(asked, 1)
-        with fake_ranks(config, 0, shape):
-            with torch.device("meta"):
-                model = build_chunk(config, True, True, None, shape, job=asked)
-            model = model.to(config.params_dtype).train()
-            step = JobStep(asked)
-            parameters = list(model.parameters())
-            static = [*parameters, *add_main_gradients(parameters, dummies=job.makes_dummies)]
-            static += [*model.buffers(), *step.static]
-            (site,) = model_layers.block_sites([model])
-            layers = list(site.block.layers)
-            policy = RecomputePolicy((*choices, *[LayerPolicy()] * job.mtp_num_layers))
-            with (
-                applied(policy, [model]),
-                graph_fields.in_torch(layers),
-                LiveBytes(static) as live,
-                kept_between_steps([model], live),
-            ):
-                # What dispatchers keep until the next forward is alive from here on.
-                kwargs = _called_with(layers, lambda: _loss(step, model).backward())
-                return [
-                    _run(job, layer, own, live, clock, config)
-                    for layer, own in zip(layers, kwargs, strict=True)
-                ]
+    with shard(asked, copies, left_out) as built:
+        model, step = built.model, JobStep(asked)
+        (site,) = model_layers.block_sites([model])
+        layers = list(site.block.layers)
+        policy = RecomputePolicy((*choices, *[LayerPolicy()] * job.mtp_num_layers))
+        with graph_fields.in_torch(layers), counted(job, model, policy, step) as live:
+            # What dispatchers keep until the next forward is alive from here on.
+            kwargs = _called_with(layers, lambda: _loss(step, model).backward())
+            return [
+                _run(job, layer, own, live, clock, built.config)
+                for layer, own in zip(layers, kwargs, strict=True)
+            ]
 
 
 def _loss(step: JobStep, model: torch.nn.Module) -> torch.Tensor:

@@ -19,13 +19,17 @@ from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.job_checks import (
     LORA_TARGETS,
-    MOST_RANKS,
-    MOST_WIDTH,
     check_config,
     check_targets,
     refuse_unmodelled,
 )
-from megatron_autorecompute.meta.resolved import SAMPLE_BYTES, GraphScope, Resolved
+from megatron_autorecompute.meta.resolved import (
+    MOST_WIDTH,
+    SAMPLE_BYTES,
+    GraphScope,
+    Ranks,
+    Resolved,
+)
 from megatron_autorecompute.options import nearest
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.cost.layout import Layout
@@ -34,17 +38,10 @@ from megatron_autorecompute.planner.cost.schedule import Schedule
 MOST_CHARACTERS = 1 << 20
 """Limit on a job as JSON; the longest of the examples has 2,000."""
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
-Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
 Percent = Annotated[str, Field(pattern=r"^(100(\.0+)?|\d{1,2}(\.\d+)?)$")]
 Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
 Uneven = Annotated[float, Field(ge=1, le=1024, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
-CAPACITY, STASH = "moe_expert_rank_capacity_factor", "moe_paged_stash"
-STASH_FIELDS = (
-    STASH,
-    *(f"{STASH}_{rest}" for rest in ("page_size", "buffer_size_factor_cuda")),
-    f"{STASH}_buffer_size_factor_cpu",
-)
 
 TE_VERSION = "2.11"
 """Assumed of Transformer Engine where a job does not say."""
@@ -318,11 +315,6 @@ class Job:
             return (False,) * self.num_layers
         if isinstance(freq, int):
             return tuple(index % freq == 0 for index in range(self.num_layers))
-        if len(freq) != self.num_layers:
-            raise OptionError(
-                f"{self.name}: moe_layer_freq has {len(freq)} entries for {self.num_layers} "
-                "layers. Give one for each."
-            )
         return tuple(bool(one) for one in freq)
 
     @property
@@ -340,38 +332,27 @@ class Job:
             return (False,) * self.num_layers
         if isinstance(freq, int):
             return tuple((index + 1) % freq != 0 for index in range(self.num_layers))
-        if len(freq) != self.num_layers:
-            raise OptionError(
-                f"{self.name}: linear_attention_freq has {len(freq)} entries for "
-                f"{self.num_layers} layers. Give one for each."
-            )
         return tuple(bool(one) for one in freq)
 
     def layout(self) -> Layout:
         """The layers of each stage."""
-        pattern = self.pattern
+        pattern, given = self.pattern, self.resolved
+        ends: dict[str, Any] = {
+            "num_layers_in_first_pipeline_stage": given.num_layers_in_first_pipeline_stage,
+            "num_layers_in_last_pipeline_stage": given.num_layers_in_last_pipeline_stage,
+        }
+        stages, chunks = self.size("pipeline"), given.virtual_pipeline_model_parallel_size
         if pattern is not None:
-            ends = [f"num_layers_in_{end}_pipeline_stage" for end in ("first", "last")]
-            return Layout.from_pattern(
-                pattern,
-                self.size("pipeline"),
-                self.resolved.virtual_pipeline_model_parallel_size,
-                **{name: self.config.get(name) for name in ends},
-            )
-        names = (
-            "num_layers_in_first_pipeline_stage",
-            "num_layers_in_last_pipeline_stage",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-            "pipeline_model_parallel_layout",
-        )
-        given = {name: self.config[name] for name in names if self.config.get(name)}
+            return Layout.from_pattern(pattern, stages, chunks, **ends)
         return Layout.from_flags(
             self.num_layers,
-            self.size("pipeline"),
-            self.resolved.virtual_pipeline_model_parallel_size,
+            stages,
+            chunks,
             mtp_num_layers=self.mtp_num_layers,
-            **given,
+            account_for_embedding_in_pipeline_split=given.account_for_embedding_in_pipeline_split,
+            account_for_loss_in_pipeline_split=given.account_for_loss_in_pipeline_split,
+            pipeline_model_parallel_layout=given.pipeline_model_parallel_layout or None,
+            **{name: value or None for name, value in ends.items()},
         )
 
     def schedule(self) -> Schedule:
@@ -453,7 +434,7 @@ def job_from(data: Any, source: str) -> Job:
     for part in (data, data.get("config")) if isinstance(data, dict) else ():
         refuse_unmodelled(part if isinstance(part, dict) else {}, f"{source}: {{}}".format)
     try:
-        text = _json(_with_fixed_buffers(with_pattern(_given(data), source)), source)
+        text = _json(with_pattern(_given(data), source), source)
         job = TypeAdapter(Job).validate_json(text, strict=True)
     except ValidationError as error:
         items = error.errors(include_url=False)
@@ -486,6 +467,11 @@ def job_from(data: Any, source: str) -> Job:
             f"{source}: moe_imbalance is stated, and config has no num_moe_experts. Give their "
             "number, or leave moe_imbalance out."
         )
+    if job.moe_imbalance and job.resolved.moe_expert_rank_capacity_factor:
+        raise OptionError(
+            f"{source}: moe_imbalance beside moe_expert_rank_capacity_factor, with which buffers "
+            "have their room however tokens are routed. Leave one of them out."
+        )
     job.layout()
     if not job.max_tokens_per_microbatch:  # else samples are packed into as many as it takes
         job.schedule()
@@ -498,33 +484,6 @@ def _given(data: Any) -> Any:
     if not isinstance(config, dict):
         return data
     return {**data, "config": {name: v for name, v in config.items() if v is not None}}
-
-
-def _with_fixed_buffers(data: Any) -> Any:
-    """A job whose buffers for routed tokens have a fixed size as one with routing that uneven.
-
-    `moe_expert_rank_capacity_factor` gives each rank room for so many times the even share. With
-    `moe_paged_stash` what experts keep is in pages of a buffer with its own factor (Megatron's
-    TransformerConfig). With HybridEP both are in the records (`expert_rows.Rows`).
-    """
-    config = data.get("config") if isinstance(data, dict) else None
-    capacity = config.get(CAPACITY) if isinstance(config, dict) else None
-    if capacity is None or not isinstance(config, dict):
-        return data
-    factor = config.get(f"{STASH}_buffer_size_factor_cuda", 1.1)
-    uneven = factor if config.get(STASH) else capacity
-    if not isinstance(uneven, int | float) or not abs(uneven) >= 1:
-        raise OptionError(
-            f"config.{STASH}_buffer_size_factor_cuda or {CAPACITY}: {uneven!r:.80}; give a number "
-            "from 1 on: with less room than even routing fills, rows are dropped or leave for host "
-            "memory, which is not modelled."
-        )
-    hybrid_ep = config.get("moe_token_dispatcher_type") == "flex"
-    hybrid_ep &= config.get("moe_flex_dispatcher_backend") == "hybridep"
-    if hybrid_ep and not data.get("moe_imbalance"):
-        return data
-    rest = {k: v for k, v in config.items() if k != CAPACITY and not k.startswith(STASH)}
-    return {"moe_imbalance": {"99": abs(uneven)}, **data, "config": rest}
 
 
 def _sparse_attention(config: Mapping[str, Any]) -> str:

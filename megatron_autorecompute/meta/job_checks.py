@@ -1,67 +1,26 @@
 """Refuses a job with impossible sizes, or sizes that contradict each other.
 
-Megatron finds some of these late, some with an error that names no field, and some not at all:
-`32.5` layers would be 32.
+Here are those of which Megatron says nothing, or nothing that names a field. The others it refuses
+itself, when its config is made before anything is built (`model.check_fields`) or in the build.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.json_records import corrections, shown_name
+from megatron_autorecompute.json_records import corrections, described, shown_name
 from megatron_autorecompute.meta.resolved import Resolved, wrong_scope
 from megatron_autorecompute.profile import MOST_LAYERS
 
-ACTIVATIONS = ("gelu", "silu", "relu", "squared_relu", "quick_gelu", "fast_gelu")
-"""Names of `activation_func`: functions of torch.nn.functional and of Megatron."""
-ATTENTION_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
-"""Names of `attention_backend`."""
-_NAMES = {
-    "activation_func": ACTIVATIONS,
-    "attention_backend": ATTENTION_BACKENDS,
-    "normalization": ("LayerNorm", "RMSNorm"),
-}
 COMM_TYPES = ("p2p", "all_gather", "allgather", "a2a", "a2a+p2p")
 """Names of `cp_comm_type`."""
-MOST_RANKS = 1 << 20
-MOST_EXPERTS = 1 << 12
-MOST_WIDTH = 1 << 24
-"""The most elements of a hidden state; more than any model has."""
-
-_WIDTHS = (
-    *("hidden_size", "ffn_hidden_size", "moe_ffn_hidden_size", "num_attention_heads"),
-    *("num_query_groups", "kv_channels", "q_lora_rank", "kv_lora_rank", "qk_head_dim"),
-    *("qk_pos_emb_head_dim", "v_head_dim", "mamba_state_dim", "mamba_head_dim"),
-    *("mamba_num_groups", "mamba_num_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_num_key_heads", "linear_num_value_heads", "moe_latent_size"),
-)
-_PARALLEL = (
-    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-    *("expert_model_parallel_size", "expert_tensor_parallel_size"),
-    *("virtual_pipeline_model_parallel_size", "microbatch_group_size_per_vp_stage"),
-)
-_LIMITS: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(_WIDTHS, (1, MOST_WIDTH)),
-    **dict.fromkeys(_PARALLEL, (1, MOST_RANKS)),
-    "num_layers": (1, MOST_LAYERS),
-    "mtp_num_layers": (0, 64),
-    "linear_conv_kernel_dim": (1, 64),
-    "num_layers_in_first_pipeline_stage": (0, MOST_LAYERS),
-    "num_layers_in_last_pipeline_stage": (0, MOST_LAYERS),
-    "num_moe_experts": (1, MOST_EXPERTS),
-    "moe_router_topk": (1, MOST_EXPERTS),
-    "moe_shared_expert_intermediate_size": (0, MOST_WIDTH),
-}
-"""Whole numbers, and from where to where they may be."""
-_SWITCHES = (
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-    *("overlap_moe_expert_parallel_comm", "multi_latent_attention", "gated_linear_unit"),
-    *("sequence_parallel", "add_bias_linear"),
-)
 _FSDP = (
     "FSDP shards weights and gradients, which is not modelled without a device: bytes would be "
     "those of whole weights on every rank. Leave it out to see the job without it."
@@ -74,8 +33,6 @@ UNMODELLED = {
     ),
 }
 """Settings that a job may not have, and why."""
-NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
-"""Fields that every job has."""
 
 
 def refuse_unmodelled(settings: Mapping[str, Any], named: Callable[[str], str]) -> None:
@@ -97,9 +54,6 @@ def check_config(
         source: what the error message calls the job.
         precision: the job's, which the config's fields may not contradict; None: not compared.
     """
-    missing = [name for name in NEEDED if config.get(name) is None]
-    if missing:
-        raise OptionError(f"{source}: config lacks {', '.join(missing)}; give Megatron's values.")
     wrong = [*_wrong_values(config)] or [*_wrong_together(config, seq_length)]
     wrong += [] if precision is None else _not_of_precision(config, precision)
     if wrong:
@@ -107,34 +61,35 @@ def check_config(
 
 
 def _wrong_values(config: Mapping[str, Any]) -> Iterator[str]:
-    given = {name: value for name, value in config.items() if value is not None}
-    for name, value in given.items():
-        if not _finite(value):
-            yield f"config.{shown_name(name)}: {value!r:.80}, which is no number"
-        elif name in _LIMITS and not _whole(value, *_LIMITS[name]):
-            least, most = _LIMITS[name]
-            yield f"config.{name}: {value!r:.80}; give a whole number from {least} to {most}"
-        elif name in _SWITCHES and not isinstance(value, bool):
-            yield f"config.{name}: {value!r:.80}; give true or false"
-        elif name in _NAMES and value not in _NAMES[name]:
-            yield f"config.{name}: {value!r:.80}; known are {', '.join(_NAMES[name])}"
-        elif name == "cp_comm_type" and not _one_of(value, COMM_TYPES):
-            known = ", ".join(COMM_TYPES)
-            yield f"config.{name}: {value!r:.80}; give one of {known} for all layers"
-        elif name == "pipeline_model_parallel_layout" and not _is_layout(value):
-            yield f"config.{name}: {value!r:.80}; give a text such as Et*3|(tt|)*6mL"
-    yield from wrong_scope(given)
+    for name, value in config.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"config.{shown_name(name)}: {value!r}, which is no number"
+    try:
+        TypeAdapter(Resolved).validate_json(json.dumps(config), strict=True)
+    except ValidationError as error:
+        yield from (f"config.{described(item)}" for item in error.errors(include_url=False))
+        return
+    yield from wrong_scope(config)
+    comm, layout = config.get("cp_comm_type"), config.get("pipeline_model_parallel_layout")
+    if comm is not None and not _one_of(comm, COMM_TYPES):
+        known = ", ".join(COMM_TYPES)
+        yield f"config.cp_comm_type: {comm!r:.80}; give one of {known} for all layers"
+    if layout is not None and not _is_layout(layout):
+        yield (
+            f"config.pipeline_model_parallel_layout: {layout!r:.80}; give a text such as "
+            "Et*3|(tt|)*6mL"
+        )
     for name in ("moe_layer_freq", "window_attn_skip_freq", "linear_attention_freq"):
-        if name in given and not _is_pattern(given[name], config["num_layers"]):
+        if name in config and not _is_pattern(config[name], config["num_layers"]):
             yield (
-                f"config.{name}: {given[name]!r:.80}; give a whole number from 1 on, or a list "
+                f"config.{name}: {config[name]!r:.80}; give a whole number from 1 on, or a list "
                 "with 0 or 1 for each layer"
             )
 
 
 def _wrong_together(config: Mapping[str, Any], seq_length: int) -> Iterator[str]:
     values = Resolved.of(config)
-    heads, experts = values.num_attention_heads, values.num_moe_experts
+    heads = values.num_attention_heads
     groups = values.num_query_groups or heads
     context, tensor = values.context_parallel_size, values.tensor_model_parallel_size
     if not values.kv_channels and values.hidden_size % heads:
@@ -154,17 +109,29 @@ def _wrong_together(config: Mapping[str, Any], seq_length: int) -> Iterator[str]
     yield from _cannot_exchange_heads(values, groups)
     if values.hybrid_layer_pattern:
         yield from _lacks_of_families(config, values)
-    elif values.overlap_moe_expert_parallel_comm and values.expert_model_parallel_size == 1:
-        yield (  # what TransformerConfig asserts, too
-            "overlap_moe_expert_parallel_comm beside expert_model_parallel_size 1: no rank "
-            "exchanges tokens with another; leave it out, or divide experts among ranks"
+    if values.num_moe_experts:
+        yield from _wrong_experts(values)
+
+
+def _wrong_experts(values: Resolved) -> Iterator[str]:
+    experts, parts = values.num_moe_experts, values.expert_model_parallel_size
+    if values.moe_router_topk > experts:
+        yield f"moe_router_topk {values.moe_router_topk} is more than num_moe_experts {experts}"
+    if experts % parts:
+        yield f"num_moe_experts {experts} is no multiple of expert_model_parallel_size {parts}"
+    backend = values.moe_token_dispatcher_type, values.moe_flex_dispatcher_backend
+    if values.moe_expert_rank_capacity_factor and backend != ("flex", "hybridep"):
+        yield (
+            "moe_expert_rank_capacity_factor without moe_token_dispatcher_type flex and "
+            "moe_flex_dispatcher_backend hybridep, whose buffers alone are modelled; set them, or "
+            "leave it out and state moe_imbalance"
         )
-    if experts:
-        topk, parts = values.moe_router_topk, values.expert_model_parallel_size
-        if topk > experts:
-            yield f"moe_router_topk {topk} is more than num_moe_experts {experts}"
-        if experts % parts:
-            yield f"num_moe_experts {experts} is no multiple of expert_model_parallel_size {parts}"
+    pages = values.moe_paged_stash_buffer_size_factor_cuda
+    if values.moe_paged_stash and abs(pages) < 1:
+        yield (
+            f"moe_paged_stash_buffer_size_factor_cuda {pages} is below 1: what even routing fills "
+            "leaves for host memory, which is not modelled"
+        )
 
 
 def _cannot_split_mlp(values: Resolved) -> Iterator[str]:
@@ -270,26 +237,11 @@ def _lacks_of_families(config: Mapping[str, Any], values: Resolved) -> Iterator[
             f"'G' at position {pattern.index('G')} of hybrid_layer_pattern has a convolution that "
             "ends in SiLU alone; set activation_func to silu"
         )
-    if "M" in pattern:
-        yield from _cannot_split_mamba(values, pattern.index("M"))
     if "M" in pattern and config.get("use_mamba_mem_eff_path") is False:
         yield (
             f"'M' at position {pattern.index('M')} of hybrid_layer_pattern with "
             "use_mamba_mem_eff_path false runs kernels of inference, which Megatron does not test "
             "in training and which are not modelled; leave the field out"
-        )
-
-
-def _cannot_split_mamba(values: Resolved, position: int) -> Iterator[str]:
-    """What MambaMixer and MambaContextParallel assert of heads and groups."""
-    place = f"'M' at position {position} of hybrid_layer_pattern"
-    tensor, context = values.tensor_model_parallel_size, values.context_parallel_size
-    groups = values.mamba_num_groups
-    heads = values.mamba_num_heads or 2 * values.hidden_size // values.mamba_head_dim
-    if heads % groups or groups % tensor or heads % (tensor * context):
-        yield (
-            f"{place}: {heads} heads in {groups} groups (mamba_num_heads, mamba_num_groups) cannot "
-            f"be divided among {tensor} tensor x {context} context parallel ranks"
         )
 
 
@@ -299,23 +251,10 @@ def _one_of(value: Any, known: Sequence[str]) -> bool:
     return bool(values) and values[0] in known and all(one == values[0] for one in values)
 
 
-def _whole(value: Any, least: int, most: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _finite(value: Any) -> bool:
-    """Whether there is no infinity and no NaN in plain data."""
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, Mapping):
-        return all(map(_finite, value.values()))
-    return not isinstance(value, list) or all(map(_finite, value))
-
-
 def _is_pattern(value: Any, num_layers: Any) -> bool:
     if isinstance(value, list):
         return len(value) == num_layers and all(one in (0, 1) for one in value)
-    return _whole(value, 1, MOST_LAYERS)
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_LAYERS
 
 
 def _is_layout(value: Any) -> bool:

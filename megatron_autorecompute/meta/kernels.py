@@ -716,34 +716,6 @@ def _mla_kv(
     return _MlaRotation.apply(kv, k_position, k_width, v_width)
 
 
-def _gate(x: torch.Tensor, bias: Any, in_fp8: bool = False, *_: Any) -> torch.Tensor:
-    return _Gated.apply(x, None, in_fp8)
-
-
-def _weighted_gate(
-    x: torch.Tensor, bias: Any, weights: torch.Tensor, in_fp8: bool = False, *_: Any
-) -> torch.Tensor:
-    return _Gated.apply(x, weights, in_fp8)
-
-
-def _quick_gate(x: torch.Tensor, weights: torch.Tensor, in_fp8: bool, *_: Any) -> torch.Tensor:
-    return _Gated.apply(x, weights, in_fp8)
-
-
-def _biased_quick_gate(
-    x: torch.Tensor, bias: Any, weights: torch.Tensor, in_fp8: bool, *_: Any
-) -> torch.Tensor:
-    return _Gated.apply(x, weights, in_fp8)
-
-
-def _gelu(x: torch.Tensor, bias: Any) -> torch.Tensor:
-    return _Pointwise.apply(x, None)
-
-
-def _weighted_square(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return _Pointwise.apply(x, weights)
-
-
 def _loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return _CrossEntropy.apply(logits)
 
@@ -787,28 +759,38 @@ def _backend(original: Any, implementation: str) -> Any:
 
 def _compiled() -> Iterator[tuple[Any, dict[str, Any]]]:
     """The replacements of functions that Megatron has torch compile."""
+
+    def gate(x: Any, bias: Any, in_fp8: bool = False, *_: Any) -> Any:
+        return _Gated.apply(x, None, in_fp8)
+
+    def weighted_gate(x: Any, bias: Any, weights: Any, in_fp8: bool = False, *_: Any) -> Any:
+        return _Gated.apply(x, weights, in_fp8)
+
+    def quick_gate(x: Any, weights: Any, in_fp8: bool, *_: Any) -> Any:
+        return _Gated.apply(x, weights, in_fp8)
+
     yield (
         _module("transformer.mlp"),
         {
-            "bias_swiglu_impl": _gate,
-            "bias_geglu_impl": _gate,
-            "bias_gelu_impl": _gelu,
-            "weighted_bias_swiglu_impl": _weighted_gate,
+            "bias_swiglu_impl": gate,
+            "bias_geglu_impl": gate,
+            "bias_gelu_impl": lambda x, bias: _Pointwise.apply(x, None),
+            "weighted_bias_swiglu_impl": weighted_gate,
         },
     )
     yield (
         _module("transformer.moe.experts"),
         {
-            "weighted_bias_swiglu_impl": _weighted_gate,
-            "weighted_squared_relu_impl": _weighted_square,
+            "weighted_bias_swiglu_impl": weighted_gate,
+            "weighted_squared_relu_impl": _Pointwise.apply,
         },
     )
     # Around it Megatron's own code clamps, and copies what it clamped.
     yield (
         _module("fusions.fused_bias_geglu"),
         {
-            "WeightedQuickGeGLUFunction": SimpleNamespace(apply=_quick_gate),
-            "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=_biased_quick_gate),
+            "WeightedQuickGeGLUFunction": SimpleNamespace(apply=quick_gate),
+            "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=weighted_gate),
         },
     )
     yield _compiled_cross_entropy()

@@ -22,15 +22,14 @@ import torch
 
 from megatron_autorecompute.compat import rules
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.meta_step import applied, fake_ranks, kept_between_steps
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
-    add_main_gradients,
-    build_chunk,
+    counted,
     job_kinds,
     meta_megatron,
+    own_kinds,
+    shard,
     shard_config,
-    step_shape,
 )
 from megatron_autorecompute.meta.stage_runs import PlannedStep, overlap_fields
 from megatron_autorecompute.patched import patched
@@ -55,16 +54,12 @@ def with_parts(job: Job, kinds: Sequence[LayerKind], boundary_bytes: int) -> tup
         kinds: the kinds of the whole model.
         boundary_bytes: the bytes of a hidden state between two layers.
     """
-    built = job_kinds(job)
-    asked = [next((k for k in kinds if one.layers[0] in k.layers), None) for one in built]
-    first = [kind is not None and kind not in asked[:at] for at, kind in enumerate(asked)]
-    allowed = _allowed(job, [k for k, own in zip(asked, first, strict=True) if k and own])
-    copies = [len(allowed[k.name]) if k and own else 0 for k, own in zip(asked, first, strict=True)]
+    own = own_kinds(job, kinds)
+    allowed = _allowed(job, [kind for kind in own if kind])
+    copies = [len(allowed[kind.name]) if kind else 0 for kind in own]
     last = max(at for at, count in enumerate(copies) if count)
     copies[last] += 1  # the final norm is in the last layer's last part
-    ran = [
-        (k.name, c) for k, n in zip(asked, copies, strict=True) if k and n for c in allowed[k.name]
-    ]
+    ran = [(kind.name, choice) for kind in own if kind for choice in allowed[kind.name]]
     runs = _runs(job, copies, RecomputePolicy((*(choice for _, choice in ran), NONE)))
     found = {
         key: (_parts(run, boundary_bytes, above.input_stays), run)
@@ -102,20 +97,16 @@ def _record(
 def _allowed(job: Job, kinds: Sequence[LayerKind]) -> dict[str, tuple[LayerPolicy, ...]]:
     """The choices that Megatron allows with the overlap, by the kind's name."""
     with meta_megatron(job):
-        config, _ = _config(job, [1] * len(job_kinds(job)))
+        config, _ = shard_config(job, [1] * len(job_kinds(job)), _left_out(job))
         return {
             kind.name: tuple(r.policy for r in kind.choices if rules.is_allowed(config, r.policy))
             for kind in kinds
         }
 
 
-def _config(job: Job, copies: Sequence[int]) -> tuple[Any, Any]:
-    fields = overlap_fields(job)
-    return shard_config(
-        replace(job, config={**job.config, **fields}),
-        copies,
-        {name: value for name, value in LEFT_OUT.items() if name not in fields},
-    )
+def _left_out(job: Job) -> dict[str, Any]:
+    """Fields that a shard under EP overlap is built without."""
+    return {name: value for name, value in LEFT_OUT.items() if name not in overlap_fields(job)}
 
 
 class _Note(NamedTuple):
@@ -144,33 +135,19 @@ def _runs(job: Job, copies: Sequence[int], policy: RecomputePolicy) -> list[_Run
     """One microbatch's forward and backward through a shard's layers, by Megatron's schedule."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    with meta_megatron(job):
-        config, _ = _config(job, copies)
-        shape = step_shape(job, 1)
-        with fake_ranks(config, 0, shape):
-            with torch.device("meta"):
-                model = build_chunk(config, True, True, None, shape, job=job)
-            model = model.to(config.params_dtype).train()
-            parameters = list(model.parameters())
-            step = PlannedStep(job)
-            static = [*parameters, *add_main_gradients(parameters, dummies=job.makes_dummies)]
-            static += [*model.buffers(), *step.static]
-            with (
-                applied(policy, [model]),
-                LiveBytes(static) as live,
-                kept_between_steps([model], live),
-                _noted(live) as notes,
-            ):
-                get_forward_backward_func()(
-                    forward_step_func=step,
-                    data_iterator=None,
-                    model=model,
-                    num_microbatches=1,
-                    seq_length=shape.seq_length,
-                    micro_batch_size=shape.micro_batch_size,
-                    forward_only=False,
-                )
-                return _by_layer(notes)
+    with shard(job, copies, _left_out(job)) as built:
+        step = PlannedStep(job)
+        with counted(job, built.model, policy, step) as live, _noted(live) as notes:
+            get_forward_backward_func()(
+                forward_step_func=step,
+                data_iterator=None,
+                model=built.model,
+                num_microbatches=1,
+                seq_length=job.seq_length,
+                micro_batch_size=job.micro_batch_size,
+                forward_only=False,
+            )
+            return _by_layer(notes)
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ It does not show times, temporaries inside kernels, the allocator's rounding and
 Transformer Engine's kernels, or MoE imbalance: tokens are routed evenly. Gradients count as already
 allocated; each weight gradient exists once more while it is added, as in Megatron without
 ``gradient_accumulation_fusion``. CUDA-only fusions of the config run unfused (masked softmax,
-persistent LayerNorm). Refused, because it cannot run without a device: context parallelism (needs
-Transformer Engine), ``overlap_moe_expert_parallel_comm`` (its combined forward-backward needs CUDA
-streams) and MoE dispatchers other than ``alltoall``.
+persistent LayerNorm). `stage_step` refuses context parallelism, EP overlap and dispatchers that
+need a device; `stage_runs` runs a job's stand-ins under all of them.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from megatron.core import activations
@@ -25,22 +25,34 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import layer_modules, layer_parts, stage_layout
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
-from megatron_autorecompute.meta import expert_rows, hybrid, job_checks, kernels, without_cuda
+from megatron_autorecompute.meta import expert_rows, hybrid, kernels, without_cuda
 from megatron_autorecompute.meta.adapters import add_adapters, has_adapters
 from megatron_autorecompute.meta.hybrid import build_hybrid
-from megatron_autorecompute.meta.job import CAPACITY, STASH_FIELDS, Job
-from megatron_autorecompute.meta.meta_step import StepShape, build_gpt, fake_ranks, meta_config
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.meta_step import (
+    StepShape,
+    applied,
+    build_gpt,
+    fake_ranks,
+    kept_between_steps,
+    meta_config,
+)
 from megatron_autorecompute.meta.outside_torch import dispatcher
-from megatron_autorecompute.meta.resolved import FIELDS
+from megatron_autorecompute.meta.resolved import FIELDS, Resolved
 from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.options import nearest
 from megatron_autorecompute.patched import patched_environ
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import LayerKind
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
 
 MAX_CHOICES = 96
 """Choices tried per kind of layer; MLA with MoE has 83."""
 
+_ROOM = ("moe_expert_rank_capacity_factor", "moe_paged_stash")
+_PAGES = ("page_size", "buffer_size_factor_cuda", "buffer_size_factor_cpu")
 LEFT_OUT = {
     **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_impl", "enable_cuda_graph")},
     **{name: None for name in (*FIELDS, "external_cuda_graph")},
@@ -59,7 +71,7 @@ LEFT_OUT = {
     # (pytorch/attention/rope.py `FusedQKVRoPEFunc`).
     "fused_single_qkv_rope": False,
     # HybridEP's room and the pages of what is kept of it are in the stand-ins (`expert_rows.Rows`).
-    **{name: None for name in (CAPACITY, *STASH_FIELDS)},
+    **{name: None for name in (*_ROOM, *(f"moe_paged_stash_{rest}" for rest in _PAGES))},
     # Megatron asks for fp8 beside these. The first pads each expert's tokens to a multiple of 16 to
     # 256, which even routing mostly has, and HybridEP's stand-in counts; of the second, copies of
     # the output layer's weights are counted (`shared_buffers.quantised_output_layer`).
@@ -72,7 +84,7 @@ LEFT_OUT = {
 
 ACTIVATIONS = {
     name: getattr(torch.nn.functional, name, None) or getattr(activations, name)
-    for name in job_checks.ACTIVATIONS
+    for name in get_args(get_type_hints(Resolved)["activation_func"])
 }
 # Megatron has two of this name, and compares with the one that its flag sets.
 ACTIVATIONS["quick_gelu"] = fused_bias_geglu.quick_gelu
@@ -113,6 +125,12 @@ def _windowed(job: Job, index: int) -> bool:
     return skip is None or (index + 1) % int(skip) != 0
 
 
+def own_kinds(job: Job, kinds: Sequence[LayerKind]) -> list[LayerKind | None]:
+    """Of each of the job's kinds the profile's; None where an earlier one is built alike."""
+    built = [next((k for k in kinds if one.layers[0] in k.layers), None) for one in job_kinds(job)]
+    return [kind if kind not in built[:at] else None for at, kind in enumerate(built)]
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """The built model and which kind each of its layers stands for."""
@@ -120,20 +138,25 @@ class Shard:
     model: torch.nn.Module
     kind_of: dict[int, JobKind]
     """Kind by layer index in the built model; MTP depths come after these and have no entry."""
+    config: Any
+    """Megatron's."""
 
 
 @contextlib.contextmanager
-def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
+def shard(
+    job: Job, copies: Sequence[int], left_out: Mapping[str, Any] = LEFT_OUT
+) -> Iterator[Shard]:
     """Build the shard; in this block Megatron's parallel state is set up.
 
     Args:
         job: its model is built.
         copies: number of layers of each of its `job_kinds`.
+        left_out: fields of the job's config that the shard is built without.
 
     Raises OptionError for a config that Megatron refuses, and MachineError as without_cuda does.
     """
     with meta_megatron(job):
-        config, kind_of = shard_config(job, copies)
+        config, kind_of = shard_config(job, copies, left_out)
         shape = step_shape(job, 1)
         with fake_ranks(config, 0, shape):
             with torch.device("meta"):
@@ -144,7 +167,24 @@ def shard(job: Job, copies: Sequence[int]) -> Iterator[Shard]:
                     f"({', '.join(job.lora_target_modules)}), and nothing would be trained. Name "
                     "layers that it has."
                 )
-            yield Shard(model.to(config.params_dtype).train(), kind_of)
+            yield Shard(model.to(config.params_dtype).train(), kind_of, config)
+
+
+@contextlib.contextmanager
+def counted(
+    job: Job, model: torch.nn.Module, policy: RecomputePolicy, step: JobStep
+) -> Iterator[LiveBytes]:
+    """In this block a shard's model runs a policy, and its bytes are counted: not those of
+    parameters, main gradients, buffers, and what the step or Megatron keeps from step to step."""
+    parameters = list(model.parameters())
+    static = [*parameters, *add_main_gradients(parameters, dummies=job.makes_dummies)]
+    static += [*model.buffers(), *step.static]
+    with (
+        applied(policy, [model]),
+        LiveBytes(static) as live,
+        kept_between_steps([model], live),
+    ):
+        yield live
 
 
 @contextlib.contextmanager
@@ -197,10 +237,7 @@ def refusals(job: Job) -> Iterator[None]:
 
 def _in_megatron(traceback: TracebackType | None) -> str | None:
     """The last line of Megatron's own code, or of a stand-in that it called; None if there is none.
-    A stand-in is named, because the fault may be this package's and not the job's.
-
-    A stand-in is named as it is: the fault may be this package's, and not the job's.
-    """
+    A stand-in is named, because the fault may be this package's and not the job's."""
     place = None
     while traceback is not None:
         module = str(traceback.tb_frame.f_globals.get("__name__", ""))
@@ -442,10 +479,12 @@ def megatron_config(
 
 
 def check_fields(job: Job) -> None:
-    """Raise OptionError for fields that Megatron refuses together, those of the pipeline included,
-    which a shard is built without."""
+    """Raise OptionError for fields that Megatron refuses together, those of the pipeline and of EP
+    overlap included, which a shard is built without."""
+    overlap = "overlap_moe_expert_parallel_comm"
+    left_out = {name: value for name, value in LEFT_OUT.items() if name != overlap}
     with meta_megatron(job):
-        megatron_config(job, {})
+        megatron_config(job, {}, left_out)
 
 
 def config_names(latent: bool) -> set[str]:

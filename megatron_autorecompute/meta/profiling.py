@@ -464,6 +464,18 @@ def _set_of(modules: Sequence[str], layer: Any) -> Choices:
 # --------------------------------------------------------------------------------- putting together
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """What one layer or MTP depth of the whole model adds to static bytes."""
+
+    weights: Weights
+    shared: dict[str, int]
+    dispatchers: int
+    """MoE layers in it."""
+    kept_bytes: int = 0
+    """What these dispatchers keep of the last microbatch."""
+
+
 class _Counted:
     """Static bytes of one rank's parameters, by their place in the model."""
 
@@ -479,45 +491,26 @@ class _Counted:
         if several and not job.untie_embeddings_and_output_weights:
             # The last stage has a copy of the tied weights, without those of positions.
             self._head += counted_weights(model.embedding.word_embeddings)
-        sites = model_layers.mtp_sites([model])
-        depths = [site.mtp for site in sites]
-        # The weights of a layer that runs for several depths count for the first.
-        mtp = [
-            counted_weights(site.mtp if index == site.indices[0] else None)
-            for site in sites
-            for index in site.indices
-        ]
-        if several and mtp:
-            mtp[0] += self._embedding  # so has the stage of the MTP depths
+        self._places: dict[int, _Place] = {}
         layers = [
             layer for site in model_layers.block_sites([model]) for layer in site.block.layers
         ]
-        self._layers = {
-            index: counted_weights(layers[built_index])
-            for built_index, kind in built.kind_of.items()
-            for index in kind.layers
-        }
-        self._layers |= {job.num_layers + depth: count for depth, count in enumerate(mtp)}
-        of_kind = {
-            index: shared_buffers(job, device, layers[built_index])
-            for built_index, kind in built.kind_of.items()
-            for index in kind.layers[:1]
-        }
-        self._shared = {
-            index: of_kind[kind.layers[0]]
-            for kind in built.kind_of.values()
-            for index in kind.layers
-        }
-        of_depth = shared_buffers(job, device, *depths)
-        self._shared |= {job.num_layers + depth: of_depth for depth in range(len(mtp))}
-        moe = [index for kind in built.kind_of.values() if kind.is_moe for index in kind.layers]
+        for layer, kind in zip(layers, built.kind_of.values(), strict=True):
+            shared = shared_buffers(job, device, layer)
+            place = _Place(counted_weights(layer), shared, int(kind.is_moe))
+            self._places |= dict.fromkeys(kind.layers, place)
+        sites = model_layers.mtp_sites([model])
+        of_depths = shared_buffers(job, device, *(site.mtp for site in sites))
+        depths = [(site, index == site.indices[0]) for site in sites for index in site.indices]
+        for depth, (site, first) in enumerate(depths):
+            # What runs for several depths counts for the first.
+            weights = counted_weights(site.mtp if first else None)
+            if several and depth == 0:
+                weights += self._embedding  # so has the stage of the MTP depths
+            experts = job.experts_of_depth if first else 0
+            self._places[job.num_layers + depth] = _Place(weights, of_depths, experts)
         self._built_moe = sum(kind.is_moe for kind in built.kind_of.values())
-        # Dispatchers keep by module: one for all depths of a layer that is repeated.
-        of_depths = [site.indices[0] - len(built.kind_of) + job.num_layers for site in sites]
-        self._moe = dict.fromkeys(moe, 1)
-        self._moe |= dict.fromkeys(of_depths, job.experts_of_depth) if job.experts_of_depth else {}
         self._built_moe += job.experts_of_depth * len(sites)
-        self._kept_bytes: dict[int, int] = {}
         self.of_one_dispatcher = 0
         self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
@@ -528,9 +521,7 @@ class _Counted:
     def with_ends_of(self, whole: _Counted) -> _Counted:
         """These counts, with those of the ends from the shard that has MTP depths."""
         self.job, self.head = whole.job, whole.head
-        self._layers |= whole._layers
-        self._shared |= whole._shared
-        self._kept_bytes = whole._kept_bytes | self._kept_bytes
+        self._places = whole._places | self._places
         return self
 
     def keep_buffers(self, tensors: list[torch.Tensor], of_one_microbatch: int) -> None:
@@ -539,9 +530,12 @@ class _Counted:
         of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch, and those
         that the graph of a layer without recompute holds as well.
         """
-        if self._moe:
+        if self._built_moe:
             each = self.of_one_dispatcher = -(-of_one_microbatch // self._built_moe)
-            self._kept_bytes = {index: each * count for index, count in self._moe.items()}
+            self._places = {
+                index: replace(place, kept_bytes=each * place.dispatchers)
+                for index, place in self._places.items()
+            }
         size_bytes = storage_bytes(tensors)
         if self.job.transformer_impl == "local":
             self._buffer_bytes = size_bytes
@@ -550,13 +544,13 @@ class _Counted:
 
     def layer(self, index: int) -> StaticBytes:
         """Static bytes of one layer of the whole model."""
-        static = static_bytes(self.job, self._device, self._layers[index])
-        kept_bytes = self._kept_bytes.get(index, 0)
-        return replace(static, buffer_bytes=kept_bytes, shared=self._shared[index])
+        place = self._places[index]
+        static = static_bytes(self.job, self._device, place.weights)
+        return replace(static, buffer_bytes=place.kept_bytes, shared=place.shared)
 
     def weights(self, layers: Sequence[int], embedding: bool, head: bool) -> Weights:
         """Parameters of one pipeline stage."""
-        counts = [self._layers[index] for index in layers]
+        counts = [self._places[index].weights for index in layers]
         counts += [self._embedding] * embedding + [self._head] * head
         return sum(counts, Weights())
 

@@ -1,5 +1,5 @@
 """A job's config as values, and what of it runs as CUDA graphs: what is not given has Megatron's
-default.
+default. What is given has the type and the limits of its field here.
 
 Megatron has renamed the fields of graphs. Up to 0.18 there is `cuda_graph_scope`, and
 `full_iteration` is one of its values. Later there is `cuda_graph_modules`, and full_iteration is a
@@ -10,40 +10,58 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from megatron_autorecompute.profile import MOST_LAYERS
+
+MOST_RANKS = 1 << 20
+MOST_WIDTH = 1 << 24
+"""The most elements of a hidden state; more than any model has."""
+Ranks = Annotated[int, Field(ge=1, le=MOST_RANKS)]
+Width = Annotated[int, Field(ge=1, le=MOST_WIDTH)]
+Layers = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
+Experts = Annotated[int, Field(ge=1, le=1 << 12)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
     """Fields of Megatron's TransformerConfig by its names, and its defaults; others say why."""
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int | None = None
-    kv_channels: int | None = None
-    ffn_hidden_size: int | None = None
+    num_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)]
+    hidden_size: Width
+    num_attention_heads: Width
+    num_query_groups: Width | None = None
+    kv_channels: Width | None = None
+    ffn_hidden_size: Width | None = None
+    activation_func: Literal["gelu", "silu", "relu", "squared_relu", "quick_gelu", "fast_gelu"] = (
+        "gelu"
+    )
+    """A function of torch.nn.functional or of Megatron by its name."""
+    add_bias_linear: bool = True
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     gated_linear_unit: bool = False
     multi_latent_attention: bool = False
     """TransformerConfig's; MLATransformerConfig has True."""
     attention_dropout: float = 0.1
-    attention_backend: str = "auto"
+    attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] = "auto"
     """The backend by its name."""
     window_size: Any = None
-    window_attn_skip_freq: int | list[int] | None = None
-    linear_attention_freq: int | list[int] | None = None
-    mtp_num_layers: int = 0
+    window_attn_skip_freq: Any = None
+    linear_attention_freq: Any = None
+    mtp_num_layers: Annotated[int, Field(ge=0, le=64)] = 0
     """The number of depths, where Megatron has None for 0."""
     hybrid_layer_pattern: str | None = None
     """An argument of HybridModel, and in a job's config with the others."""
 
-    num_moe_experts: int = 0
+    num_moe_experts: Annotated[int, Field(ge=0, le=1 << 12)] = 0
     """The number of experts, where Megatron has None for 0."""
-    moe_layer_freq: int | list[int] = 1
-    moe_ffn_hidden_size: int | None = None
-    moe_shared_expert_intermediate_size: int = 0
+    moe_layer_freq: Any = 1
+    moe_ffn_hidden_size: Width | None = None
+    moe_shared_expert_intermediate_size: Annotated[int, Field(ge=0, le=MOST_WIDTH)] = 0
     """The size of shared experts, where Megatron has None for 0."""
-    moe_router_topk: int = 2
+    moe_router_topk: Experts = 2
     moe_router_dtype: str | None = None
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
@@ -52,26 +70,27 @@ class Resolved:
     moe_flex_dispatcher_backend: str = "deepep"
     moe_flex_dispatcher_num_sms: int | None = None
     moe_deepep_num_sms: int | None = None
-    moe_expert_rank_capacity_factor: float | None = None
+    moe_expert_rank_capacity_factor: Annotated[float, Field(ge=1)] | None = None
     moe_paged_stash: bool = False
     moe_paged_stash_buffer_size_factor_cuda: float = 1.1
     moe_use_grouped_tensor: bool = False
     overlap_moe_expert_parallel_comm: bool = False
 
-    mamba_num_groups: int = 8
-    mamba_head_dim: int = 64
-    mamba_num_heads: int | None = None
-
-    tensor_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int | None = None
+    tensor_model_parallel_size: Ranks = 1
+    context_parallel_size: Ranks = 1
+    pipeline_model_parallel_size: Ranks = 1
+    expert_model_parallel_size: Ranks = 1
+    expert_tensor_parallel_size: Ranks | None = None
     sequence_parallel: bool = False
-    cp_comm_type: str | list[str] | None = None
+    cp_comm_type: Any = None
     hierarchical_context_parallel_sizes: list[int] | None = None
-    virtual_pipeline_model_parallel_size: int | None = None
-    microbatch_group_size_per_vp_stage: int | None = None
+    virtual_pipeline_model_parallel_size: Ranks | None = None
+    microbatch_group_size_per_vp_stage: Ranks | None = None
+    num_layers_in_first_pipeline_stage: Layers | None = None
+    num_layers_in_last_pipeline_stage: Layers | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: Any = None
     tp_comm_overlap: bool = False
     overlap_p2p_comm: bool = True
     """Megatron-LM sets it where chunks interleave, the one case in which it counts."""

@@ -266,10 +266,7 @@ def _peaks(
 
 def _shortest(plan: Plan, peaks: list[Peak]) -> list[int]:
     """The least number of microbatches on every stage with its predicted peak of the whole step.
-    After its warm-up a stage repeats itself: 256 microbatches show nothing new after 24.
-
-    After its warm-up a stage repeats itself: 256 microbatches show nothing new after 24.
-    """
+    After its warm-up a stage repeats itself: 256 microbatches show nothing new after 24."""
     schedule = plan.schedule
     found = [schedule.num_microbatches] * schedule.num_stages
     interleaved = schedule.num_chunks > 1

@@ -114,7 +114,7 @@ def shard(job: Job, device: torch.device) -> Iterator[Shard]:
         with fake_ranks(config, 0, shape):
             seed()
             model = chunk(config, True, True, None, shape, job=job, device=device)
-            yield Shard(model.to(device).to(config.params_dtype).train(), kind_of)
+            yield Shard(model.to(device).to(config.params_dtype).train(), kind_of, config)
 
 
 def set_for_the_device(config: Any, job: Job) -> None:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, Field
+from pydantic import Field
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import AutorecomputeError, ProfileError
@@ -26,15 +26,13 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.step_interval import StepErrors, StepInterval
-from megatron_autorecompute.planner.search.curve import ParetoPoint
-from megatron_autorecompute.planner.search.evidence import stage_evidence
-from megatron_autorecompute.planner.search.manual import ManualStrategy, best_manual
+from megatron_autorecompute.planner.search.manual import ManualStrategy, best_manual, may_offload
 from megatron_autorecompute.planner.search.offload import bought
-from megatron_autorecompute.planner.search.offload_settings import may_offload
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import (
     StageEvidence,
     StepEvidence,
+    stage_evidence,
 )
 from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.planner.search.stage_problem import EARLY
@@ -51,24 +49,6 @@ NOTHING_PROVEN = StepEvidence(None, None)
 WORKED_OUT = ("cost", "evidence", "step_evidence", "step_interval", "best_manual")
 """Fields of a plan that follow from the others."""
 BudgetBytes = Annotated[int, Field(gt=0, le=1 << 60)]
-# The second name is the old one.
-_OR_MOE_PERCENTILE = Field(
-    gt=0, le=100, validation_alias=AliasChoices("imbalance_percentile", "moe_percentile")
-)
-
-
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """One point of the curve of time against budget."""
-
-    budget_bytes: int
-    """The budget of every stage."""
-    step_ms: float
-    """The predicted time of the step."""
-    peak_high_bytes: int
-    """The predicted peak of the fullest stage, at its high end."""
-    recompute_policy: str
-    """The policy as `RecomputePolicy.parse` reads it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +91,7 @@ class Plan:
     """The profile that the prediction rests on, with fingerprint and assumptions."""
     step_evidence: StepEvidence = NOTHING_PROVEN
     """How far the step is from the shortest one. Plans of earlier versions do not say."""
-    imbalance_percentile: Annotated[float | None, _OR_MOE_PERCENTILE] = None
+    imbalance_percentile: Annotated[float | None, Field(gt=0, le=100)] = None
     """The imbalance percentile of layers with experts; None: their records are used unchanged."""
     allowed: tuple[str, ...] | None = None
     """Choices that the plan was allowed to use; None: every recorded choice."""
@@ -272,13 +252,6 @@ def plan_early_if_it_pays(problem: Problem, notes: Sequence[str] = ()) -> Plan:
     return early if early.policy.is_ahead and slow_ms < plan.cost.step_ms else plan
 
 
-def curve_point(point: ParetoPoint) -> CurvePoint:
-    """A Pareto point with its policy as text."""
-    return CurvePoint(
-        point.budget_bytes, point.step_ms, point.peak_high_bytes, point.policy.format()
-    )
-
-
 def _result(manual: ManualStrategy) -> ManualResult:
     return ManualResult(manual.name, manual.cost.step_ms, manual.cost.peak_high_bytes, True)
 
@@ -290,8 +263,6 @@ def _checked(plan: Plan, source: str, *, as_written: bool) -> Plan:
     try:
         problem = plan.problem()
         cost = problem.cost(plan.policy)
-        if plan.step_interval is None:  # plans of before do not say
-            plan = replace(plan, step_interval=_interval(problem, plan.policy))
         if as_written and not any(_differences("cost", asdict(plan.cost), asdict(cost))):
             return plan
         right = _worked_out(plan, problem)

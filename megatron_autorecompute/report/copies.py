@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Ints
-from megatron_autorecompute.planner.cost.copied_bytes import StageBytes
-from megatron_autorecompute.planner.cost.copies import Copied, Ran
+from megatron_autorecompute.planner.cost.copies import Copied, Ran, StageBytes
 from megatron_autorecompute.planner.cost.offloaded_step import OffloadedStep
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_autorecompute.planner.plan import CurvePoint, ManualResult
+from megatron_autorecompute.planner.plan import ManualResult
+from megatron_autorecompute.planner.search.curve import CurvePoint
 from megatron_autorecompute.report.chart import FRAME, INK, Box, Chart, Name, circle, path, text
 from megatron_autorecompute.report.data import Curve
 from megatron_autorecompute.report.terminal import unbeaten

@@ -7,14 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.cost.outcomes import Outcome, Outcomes
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines, pretrain_lines
-from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan, curve_point
-from megatron_autorecompute.planner.search.curve import pareto
+from megatron_autorecompute.planner.plan import ManualResult, Plan
+from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
 from megatron_autorecompute.planner.search.neighbours import changed_at
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.policy import WHOLE, LayerPolicy, MegatronStrategy, RecomputePolicy
+from megatron_autorecompute.policy import WHOLE, LayerPolicy
 from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
@@ -100,49 +100,44 @@ class ReportData:
 def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> ReportData:
     """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
     problem = plan.problem()
-    outcomes = Outcomes(problem.costs)
     return ReportData(
         plan,
         timeline(plan),
-        _effects(plan, problem, outcomes, lambda share: progress("Other choices", share)),
-        _curve(plan, problem, outcomes, progress),
+        _effects(plan, problem, lambda share: progress("Other choices", share)),
+        _curve(plan, problem, progress),
         tuple(_pastes(plan)),
     )
 
 
 def _effects(
-    plan: Plan, problem: Problem, outcomes: Outcomes, progress: Callable[[float], None]
+    plan: Plan, problem: Problem, progress: Callable[[float], None]
 ) -> tuple[tuple[ChoiceEffect, ...], ...]:
     stages = {i: s for s, chunks in enumerate(plan.layout.stages) for c in chunks for i in c.layers}
-    changes = [changed_at(problem, plan.policy, layer) for layer in range(plan.profile.num_layers)]
-    policies = [changed for layer in changes for _, changed in layer]
-    now, *found = outcomes.of([plan.policy, *policies], progress)
-    answers = iter(found)
-    return tuple(
-        tuple(
-            _effect(choice, stages[layer], now, next(answers), plan.budget_bytes)
-            for choice, _ in others
-        )
-        for layer, others in enumerate(changes)
-    )
+    now, effects = problem.cost(plan.policy), []
+    for layer, stage in sorted(stages.items()):
+        changes = [(one, problem.cost(to)) for one, to in changed_at(problem, plan.policy, layer)]
+        budget = plan.budget_bytes[stage]
+        effects.append(tuple(_effect(one, stage, now, cost, budget) for one, cost in changes))
+        progress(len(effects) / len(stages))
+    return tuple(effects)
 
 
 def _effect(
-    choice: LayerPolicy, stage: int, now: Outcome, other: Outcome, budgets: tuple[int, ...]
+    choice: LayerPolicy, stage: int, now: PolicyCost, other: PolicyCost, budget: int
 ) -> ChoiceEffect:
-    peak = other.peak_high_bytes[stage]
+    was, own = now.stages[stage], other.stages[stage]
     return ChoiceEffect(
         choice,
         other.step_ms - now.step_ms,
-        other.busy_ms[stage] - now.busy_ms[stage],
-        peak - now.peak_high_bytes[stage],
-        peak <= budgets[stage],
+        own.busy_ms - was.busy_ms,
+        own.peak_high_bytes - was.peak_high_bytes,
+        own.peak_high_bytes <= budget,
     )
 
 
-def _curve(plan: Plan, problem: Problem, outcomes: Outcomes, progress: Progress) -> Curve:
+def _curve(plan: Plan, problem: Problem, progress: Progress) -> Curve:
     strategies = strategies_of(
-        problem, outcomes, plan.budget_bytes, lambda share: progress("Megatron's own", share)
+        problem, plan.budget_bytes, lambda share: progress("Megatron's own", share)
     )
     here = CurvePoint(
         max(plan.budget_bytes), plan.cost.step_ms, plan.cost.peak_high_bytes, plan.policy.format()
@@ -165,7 +160,7 @@ def best_points(
     strategy needs that is faster than these within its bytes. `pareto` solves them quickly; the
     step of a plan is searched further."""
     even = pareto(problem, num_points, lambda share: progress(0.8 * share))
-    points = {own.budget_bytes: own for own in (*map(curve_point, even), *known)}
+    points = {own.budget_bytes: own for own in (*even, *known)}
     faster = [
         strategy.peak_high_bytes
         for strategy in strategies
@@ -173,7 +168,7 @@ def best_points(
         and strategy.step_ms < _fastest_within(points.values(), strategy.peak_high_bytes)
     ]
     more = pareto(problem, 1, lambda share: progress(0.8 + 0.2 * share), faster)
-    points = {own.budget_bytes: own for own in map(curve_point, more)} | points
+    points = {own.budget_bytes: own for own in more} | points
     return tuple(_never_slower(sorted(points.values(), key=lambda point: point.budget_bytes)))
 
 
@@ -192,29 +187,18 @@ def _never_slower(points: Iterable[CurvePoint]) -> list[CurvePoint]:
 
 
 def strategies_of(
-    problem: Problem,
-    outcomes: Outcomes,
-    budgets: tuple[int, ...] | None,
-    progress: Callable[[float], None],
+    problem: Problem, budgets: tuple[int, ...] | None, progress: Callable[[float], None]
 ) -> tuple[ManualResult, ...]:
     """Megatron's own settings, without those it refuses or the profile has no records for."""
-    policies: dict[MegatronStrategy, RecomputePolicy] = {}
-    for setting in manual_settings(problem):
+    settings, found = manual_settings(problem), []
+    for done, setting in enumerate(settings, start=1):
         with suppress(PolicyError, ProfileError):
-            policy = manual_policy(problem, setting)
-            outcomes.check(policy)
-            policies[setting] = policy
-    found = outcomes.of(list(policies.values()), progress)
-    return tuple(
-        ManualResult(
-            str(setting),
-            outcome.step_ms,
-            max(outcome.peak_high_bytes),
-            budgets is None
-            or all(p <= b for p, b in zip(outcome.peak_high_bytes, budgets, strict=True)),
-        )
-        for setting, outcome in zip(policies, found, strict=True)
-    )
+            cost = problem.cost(manual_policy(problem, setting))
+            peaks = [stage.peak_high_bytes for stage in cost.stages]
+            fits = budgets is None or all(p <= b for p, b in zip(peaks, budgets, strict=True))
+            found.append(ManualResult(str(setting), cost.step_ms, max(peaks), fits))
+        progress(done / len(settings))
+    return tuple(found)
 
 
 def _pastes(plan: Plan) -> Iterator[Paste]:

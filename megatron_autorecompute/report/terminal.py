@@ -14,7 +14,8 @@ from rich.text import Text
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.cost.step_interval import COVERS
-from megatron_autorecompute.planner.plan import CurvePoint, ManualResult, Plan
+from megatron_autorecompute.planner.plan import ManualResult, Plan
+from megatron_autorecompute.planner.search.curve import CurvePoint
 from megatron_autorecompute.planner.search.neighbours import Neighbour
 from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy

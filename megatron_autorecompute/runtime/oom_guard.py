@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from megatron.core.pipeline_parallel import schedules
 from torch.distributed import ProcessGroup
 
 from megatron_autorecompute.compat import lost_step, model_layers
@@ -29,9 +28,6 @@ from megatron_autorecompute.runtime.ranks import all_reduce_max
 
 FINE, SHORT, FAILED = 0, 1, 2
 """Outcome of a step on the worst rank: as planned; above the budget; out of memory, step lost."""
-
-_CHUNK = "_autorecompute_chunk"
-"""Attribute of an output tensor: the number of its chunk."""
 
 
 class StepGuard:
@@ -115,9 +111,8 @@ class StepGuard:
                 for number, chunk in enumerate(self._chunks):
                     self._syncs[number].note(replace)
                     replace(chunk, "forward", partial(self._guarded_forward, number))
-                if len(self._chunks) > 1:
-                    replace(schedules, "forward_step", self._numbered_forward)
-                replace(schedules, "backward_step", self._guarded_backward)
+                backward = self._guarded_backward
+                lost_step.replace_backward(replace, self._chunks, self._config, backward)
             yield
 
     # --- on a rank that runs out of memory --------------------------------------------------------
@@ -172,37 +167,22 @@ class StepGuard:
 
         return forward
 
-    def _numbered_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        numbers = {id(chunk): number for number, chunk in enumerate(self._chunks)}
-
-        def forward_step(function: Any, data: Any, model: Any, *args: Any, **named: Any) -> Any:
-            result = original(function, data, model, *args, **named)
-            setattr(_first(result[0]), _CHUNK, numbers.get(id(model), 0))
-            return result
-
-        return forward_step
-
-    def _guarded_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **named: Any) -> Any:
-            # A copy of the model has its own config, which Megatron's schedule passes here.
-            config = named["config"] if "config" in named else args[-1]
-            if not self._inside or config is not self._config:
-                return original(input_tensor, output_tensor, *args, **named)
-            if not self._failed:
-                self._meetings.inside = True
-                try:
-                    return original(input_tensor, output_tensor, *args, **named)
-                except torch.OutOfMemoryError:
-                    if not self._can_stand_in():
-                        raise
-                finally:
-                    self._meetings.inside = False
-                self._fail()
-                lost_step.stop_interrupted_timer(self._config)
-            self._syncs[getattr(_first(output_tensor), _CHUNK, 0)].reduce_owed()
-            return _zeros_like(input_tensor)
-
-        return backward_step
+    def _guarded_backward(self, number: int, inputs: Any, original: Callable[[], Any]) -> Any:
+        if not self._inside:
+            return original()
+        if not self._failed:
+            self._meetings.inside = True
+            try:
+                return original()
+            except torch.OutOfMemoryError:
+                if not self._can_stand_in():
+                    raise
+            finally:
+                self._meetings.inside = False
+            self._fail()
+            lost_step.stop_interrupted_timer(self._config)
+        self._syncs[number].reduce_owed()
+        return _zeros_like(inputs)
 
     # --- on every rank ----------------------------------------------------------------------------
 
@@ -212,10 +192,7 @@ class StepGuard:
         (self.outcome,) = all_reduce_max(self.own_outcome)
         self._agreed = True
         if self.outcome == FAILED:
-            for chunk in self._chunks if finalizes else ():
-                if hasattr(chunk, "finish_grad_sync"):
-                    chunk.finish_grad_sync(force_all_reduce=chunk.force_all_reduce)
-            self._abandon()
+            self._abandon(finalizes)
         elif not self._knows:
             self._learn()
 
@@ -253,12 +230,10 @@ class StepGuard:
 
         return step
 
-    def _abandon(self) -> None:
+    def _abandon(self, finalizes: bool) -> None:
         """Wait for the collectives that all have entered, and restore the state before the step."""
-        for chunk, syncs in zip(self._chunks, self._syncs, strict=True):
-            syncs.abandon()
-            if hasattr(chunk, "zero_grad_buffer"):
-                chunk.zero_grad_buffer()
+        for syncs in self._syncs:
+            syncs.abandon(finalizes)
         self._buffers.put_back()
         if self._config is not None:
             lost_step.forget_lost_step(self._config, self._chunks)
@@ -332,10 +307,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and ("out of memory" in said or "_ALLOC_FAILED" in said)
     )
-
-
-def _first(tensors: Any) -> Any:
-    return tensors[0] if isinstance(tensors, (list, tuple)) else tensors
 
 
 def _zeros_of(output: Any) -> Callable[[], Any]:

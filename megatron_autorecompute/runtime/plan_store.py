@@ -40,7 +40,7 @@ class PlanStore:
         self._unwritten: Plan | None = None
         self._steps_waited = 0
         if path is not None:
-            on_rank_0(lambda: json_records.check_writable(path))
+            on_rank_0(lambda: _check_writable(Path(path)))
 
     def known(self) -> Plan | None:
         """The stored plan if it is of this job; otherwise None, and prints why not. A file that
@@ -150,3 +150,12 @@ def _put_aside(path: str, error: ProfileError) -> str:
     except OSError as refused:
         raise error from refused
     return f"{path} holds no plan, is {aside} now, and this job measures again: {error}"
+
+
+def _check_writable(path: Path) -> None:
+    """Write a file beside the plan: root may be told that it can write where it cannot."""
+    if path.is_dir():
+        raise ProfileError(f"The plan path {path} is a folder. Give the path of a file in it.")
+    probe = path.with_name(f"{path.name}.writable")
+    json_records.write_atomically("", probe)
+    probe.unlink(missing_ok=True)  # another job with this path may have removed it

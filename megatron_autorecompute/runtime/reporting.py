@@ -7,7 +7,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -140,39 +140,25 @@ def show(plan: Plan, measured_bytes: Sequence[int] | None, writers: Any, iterati
         writers: TensorBoard's and W&B's; nothing is drawn if there are none.
         iteration: the step that the writers are told.
     """
-    parts = {name: cache(partial(make, plan, measured_bytes)) for name, make in _PARTS.items()}
+    picture = cache(partial(_picture, plan, measured_bytes))
     for writer in writers:
         is_tensorboard = hasattr(writer, "add_scalar")
         write = _to_tensorboard if is_tensorboard else _to_wandb
-        for name, part in parts.items():
+        for name in ("policy", "memory", "costs"):
             try:
-                write(writer, f"recompute/{name}", part(), iteration)
+                part = plan if name == "costs" else picture(name)
+                write(writer, f"recompute/{name}", part, iteration)
             except Exception as error:  # a picture is not worth a job
                 where = "TensorBoard" if is_tensorboard else "Weights & Biases"
                 logger.warning("recompute auto: %s gets no recompute/%s: %r", where, name, error)
 
 
-def _policy(plan: Plan, measured_bytes: Sequence[int] | None) -> Any:
+def _picture(plan: Plan, measured_bytes: Sequence[int] | None, name: str) -> Any:
     from megatron_autorecompute.report import job_pictures  # matplotlib takes time to import
 
-    return job_pictures.policy_image(plan)
-
-
-def _memory(plan: Plan, measured_bytes: Sequence[int] | None) -> Any:
-    from megatron_autorecompute.report import job_pictures
-
+    if name == "policy":
+        return job_pictures.policy_image(plan)
     return job_pictures.memory_image(plan, measured_bytes)
-
-
-def _costs(plan: Plan, measured_bytes: Sequence[int] | None) -> Plan:
-    return plan
-
-
-_PARTS: dict[str, Callable[[Plan, Sequence[int] | None], Any]] = {
-    "policy": _policy,
-    "memory": _memory,
-    "costs": _costs,
-}
 
 
 def _to_tensorboard(writer: Any, name: str, part: Any, iteration: int) -> None:

@@ -10,9 +10,9 @@ An output that nothing in the second run reads is not kept: `full` reads no outp
 linear. What is handed on instead is NaN, so that a wrong claim cannot pass in silence. Whether an
 output is read is learnt from the graph of the second run, again for every other shape of inputs,
 every other set of trained parameters, and a layer that was changed. If it is read after all, the
-part runs again as any other. Where code besides Megatron's may look at values (`onlookers`),
-outputs are kept although nothing reads them. What runs again is the same there, because ranks that
-share collectives need not have the same onlookers.
+part runs again as any other, at all shapes. Where code besides Megatron's may look at values
+(`onlookers`), outputs are kept although nothing reads them. So all ranks that share collectives run
+the same ones again, whatever their microbatches' lengths and onlookers.
 
 This module knows no policy, and of Megatron its checkpoints alone. Layers' parts are in
 `compat.layer_parts`.
@@ -96,6 +96,8 @@ class Part:
         self._owner = weakref.ref(owner)
         self.reads: dict[Key, tuple[bool, ...]] = {}
         """Whether the second run reads each output, by key."""
+        self.reruns: dict[Key, bool] = {}
+        """Whether it runs again because an output is read, by key without the inputs' shapes."""
         self._onlookers: Onlookers | None = None
         self._changes = 0
         checkpoints.wrap_while_alive(self, _Checkpoint)
@@ -144,7 +146,7 @@ class Part:
 
     def __getstate__(self) -> Any:
         strong = {"_owner": self._owner(), "around": self.around()}
-        return {**vars(self), **strong, "reads": {}, "_onlookers": None}
+        return {**vars(self), **strong, "reads": {}, "reruns": {}, "_onlookers": None}
 
     def __setstate__(self, state: Any) -> None:
         vars(self).update(state)
@@ -327,25 +329,36 @@ class _Checkpoint:
         return self.keys[part.around]
 
     def _again(self, args: tuple[Any, ...]) -> Any:
+        for call in self.calls:  # another microbatch may have shown it after this one's first run
+            call.runs_again = call.runs_again or call.part.reruns.get(call.key[1:], False)
         known = all([call.is_known() for call in self.calls])
-        states = None if known else checkpoints.generator_states()
-        counters = [] if known else self._counters()
+        take_back = None if known else self._effects()
         outputs = self._run_again(args)
-        if not known and _learn(outputs, self.calls):
-            checkpoints.set_generator_states(states)
-            for counter, before in counters:
-                counter.copy_(before)
+        if take_back is not None and _learn(outputs, self.calls):
+            take_back()
             outputs = self._run_again(args)
         for call in self.calls:
             call.let_go()
         self.calls = []
         return outputs
 
-    def _counters(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Buffers, in which routers count tokens, and copies of them."""
+    def _effects(self) -> Callable[[], None]:
+        """What takes back the effects of a second run: numbers drawn, and what routers count in
+        buffers and log."""
+        states, logged = checkpoints.generator_states(), checkpoints.logged_losses()
         around = [call.part.around() for call in self.calls]
         buffers = {id(b): b for layer in around if layer is not None for b in layer.buffers()}
-        return [(each, each.clone()) for each in buffers.values()]
+        before = [(each, each.clone()) for each in buffers.values()]
+        losses = {name: each.clone() for name, each in logged.items()}
+
+        def take_back() -> None:
+            checkpoints.set_generator_states(states)
+            for counter, value in before:
+                counter.copy_(value)
+            for name, each in checkpoints.logged_losses().items():
+                each.copy_(losses.get(name, torch.zeros_like(each)))
+
+        return take_back
 
     def _run_again(self, args: tuple[Any, ...]) -> Any:
         self.left = list(self.calls)
@@ -494,10 +507,10 @@ class _Call(_Apart):
     # -------------------------------------------------------------------------------- first run
 
     def once(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reads = self.part.reads.get(self.key)
-        if not self.part.keeps and reads is not None and any(reads):
+        if self.part.reruns.get(self.key[1:], False) or _others_take_what_is_saved():
             self.runs_again = True
             return function(*args, **kwargs)
+        reads = self.part.reads.get(self.key)
         before = checkpoints.generator_states() if self.part.draws else None
         count = self.part.inputs
         versions = [each._version for each in args[:count]]
@@ -584,6 +597,23 @@ class _Call(_Apart):
     def _versions(self) -> list[int]:
         return [each._version for each in self.kept if isinstance(each, torch.Tensor)]
 
+    def settle(self) -> None:
+        """Decide, once it is known what is read, whether the part runs again.
+
+        Raises:
+            ApplyError: at another shape it did not, so other ranks may be without its collectives.
+        """
+        part = self.part
+        self.runs_again = not part.keeps and any(part.reads[self.key])
+        before = part.reruns.setdefault(self.key[1:], self.runs_again)
+        if self.runs_again and not before:
+            if checkpoints.has_other_ranks():
+                raise ApplyError(
+                    f"The output of {part.name} is read with inputs of {self.key[0]}, and was not "
+                    "with others. Recompute the layer as Megatron does: +all."
+                )
+            part.reruns[self.key[1:]] = True
+
     def let_go(self) -> None:
         """Drop what the graph has, after the second run."""
         self.kept, self.node = [], None
@@ -643,6 +673,27 @@ class _Reattach(torch.autograd.Function):
         return (None, None, *[g if w else None for g, w in zip(found, wanted, strict=True)])
 
 
+def _others_take_what_is_saved() -> bool:
+    """Whether hooks of `torch.autograd.graph.saved_tensors_hooks` are in force, which may save
+    copies: what a graph saved of its inputs cannot be seen then."""
+    if top_hooks is not None:
+        return top_hooks(True) is not None
+    with torch.enable_grad():
+        node: Any = _token().exp().grad_fn
+    try:
+        node._raw_saved_result.register_hooks(_itself, _itself)
+    except RuntimeError:  # has hooks
+        return True
+    return False
+
+
+top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # since 2.8
+
+
+def _itself(each: Any) -> Any:
+    return each
+
+
 def _put(slot: _Slot, _: torch.Tensor) -> _Slot:
     return slot
 
@@ -698,13 +749,22 @@ def _saved(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
 
 
 def _learn(outputs: Any, calls: Sequence[_Call]) -> bool:
-    """Learn from the graph of a second run which outputs of parts it reads: those on which a saved
-    tensor depends, or an input that another part wants.
+    """Learn from the graph of a second run which outputs of parts it reads.
 
     Returns:
         Whether a part's output is read that was not kept; that part is to run again.
     """
     parts = {call.node: call for call in calls if call.node is not None}
+    read = _outputs_read(outputs, parts)
+    for node, call in parts.items():
+        _note(call, node, read)
+    for call in parts.values():
+        call.settle()
+    return any([call.runs_again for call in parts.values()])
+
+
+def _outputs_read(outputs: Any, parts: dict[Node, _Call]) -> set[tuple[Node, int]]:
+    """The outputs of parts on which a saved tensor depends, or an input that another part wants."""
     depends: dict[Node, set[tuple[Node, int]]] = {}
     read: set[tuple[Node, int]] = set()
 
@@ -726,7 +786,7 @@ def _learn(outputs: Any, calls: Sequence[_Call]) -> bool:
     for node, call in reversed(parts.items()):  # a part that runs again reads all its inputs
         if not call.part.keeps and any(of == node for of, _ in read):
             read.update(*(of for _, of in leads_to(node)))
-    return any([_note(call, node, read) for node, call in parts.items()])
+    return read
 
 
 def _reads(node: Any) -> bool:
@@ -742,14 +802,12 @@ def _reads(node: Any) -> bool:
     return any(each.dtype not in masks for each in tensors)
 
 
-def _note(call: _Call, node: Node, read: set[tuple[Node, int]]) -> bool:
+def _note(call: _Call, node: Node, read: set[tuple[Node, int]]) -> None:
     # A part may be called several times in a checkpoint, and one of its outputs be read.
     found = [(node, n) in read for n in range(len(call.live))]
     before = call.part.reads.get(call.key, found)
     reads = tuple(map(any, zip(found, before, strict=True)))
     call.part.reads[call.key] = reads
-    call.runs_again = not call.part.keeps and any(reads)
-    return call.runs_again
 
 
 def _in_order(outputs: Any) -> Iterator[Node]:

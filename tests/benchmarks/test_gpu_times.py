@@ -42,6 +42,23 @@ def test_where_they_do_not_a_lower_quartile_says_the_same_within_a_hundredth(run
     assert apart(run, f"5-{model}", lower_quartile) < 0.011
 
 
+def ratio(run, model, arm, *strategies):
+    found = items(run, f"5-{model}")
+    one, other = (lower_quartile(found[f"strategy/megatron:{name}"][arm]) for name in strategies)
+    return one / other
+
+
+@pytest.mark.parametrize("arm", ["megatron_ms", "ours_ms"])
+def test_steps_of_strategies_drift_by_as_much_as_groups_take_more(arm):
+    """With attention recomputed no step is really shorter than with nothing."""
+    attention = ratio(4, "moe-8-experts", arm, "selective[core_attn]", "none")
+    assert attention == pytest.approx(0.86, abs=0.01)
+    for model in ("mla-350m", "moe-8-experts"):
+        assert 1.12 < ratio(4, model, arm, "uniform/2", "uniform/1") < 1.185
+    for run, model in ((1, "gpt-350m-unfused"), (3, "gpt-600m-te")):
+        assert ratio(run, model, arm, "uniform/2", "uniform/1") < 1.0125
+
+
 def errors_of_additive_times(model):
     """Steps of part 3, each predicted from the times of choices that fit all others best: no
     profile can say more than these."""

@@ -80,5 +80,7 @@ def test_biases_of_experts_are_added_to_copies_of_the_output():
 
 
 def test_an_unknown_activation_is_refused_with_those_that_are_known():
-    with pytest.raises(OptionError, match=r"known are gelu, silu, relu, squared_relu, quick_gelu"):
+    with pytest.raises(
+        OptionError, match=r"must be 'gelu', 'silu', 'relu', 'squared_relu', 'quick_gelu'"
+    ):
         job({"activation_func": "swish"})

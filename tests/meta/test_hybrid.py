@@ -235,7 +235,6 @@ def test_plans_are_what_megatrons_schedule_does(monkeypatch, pattern, fields):
         ("-E", {"num_moe_experts": None}, "'E' at position 1 of hybrid_layer_pattern needs num_m"),
         ("-+", {}, "'+' at position 1 of hybrid_layer_pattern needs multi_latent_attention"),
         ("-M", {"use_mamba_mem_eff_path": False}, "'M' at position 1 of hybrid_layer_pattern with"),
-        ("-M", {"tensor_model_parallel_size": 3, "num_gpus": 3}, "'M' at position 1 of hybrid_la"),
         (
             "*E",
             {"overlap_moe_expert_parallel_comm": True},

@@ -42,15 +42,19 @@ def job(config=None, **fields):
     return job_from(data, "this job")
 
 
-def test_buffers_of_fixed_size_for_routed_tokens_count_as_routing_that_uneven():
-    fixed = {**MOE, "moe_expert_rank_capacity_factor": 1.5}
-    assert job(fixed).moe_imbalance == {"99": 1.5}
-    stash = {**fixed, "moe_paged_stash": True, "moe_paged_stash_buffer_size_factor_cuda": -1.2}
-    assert job(stash).moe_imbalance == {"99": 1.2}
-    assert job(stash, moe_imbalance={"99": 2.0}).moe_imbalance == {"99": 2.0}
-    assert not [name for name in job(stash).config if "stash" in name or "capacity" in name]
-    with pytest.raises(OptionError, match=r"0\.9; give a number from 1 on"):
+def test_buffers_of_fixed_size_for_routed_tokens_are_those_of_hybridep():
+    flex = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "hybridep"}
+    fixed = {**MOE, **flex, "moe_expert_rank_capacity_factor": 1.5}
+    assert job(fixed).resolved.moe_expert_rank_capacity_factor == 1.5
+    with pytest.raises(OptionError, match="capacity_factor without moe_token_dispatcher_type flex"):
+        job({**fixed, "moe_flex_dispatcher_backend": "deepep"})
+    with pytest.raises(OptionError, match=r"capacity_factor: 0\.9, must be ≥ 1"):
         job({**fixed, "moe_expert_rank_capacity_factor": 0.9})
+    with pytest.raises(OptionError, match="moe_imbalance beside moe_expert_rank_capacity_factor"):
+        job(fixed, moe_imbalance={"99": 2.0})
+    stash = {"moe_paged_stash": True, "moe_paged_stash_buffer_size_factor_cuda": -0.5}
+    with pytest.raises(OptionError, match=r"factor_cuda -0\.5 is below 1"):
+        job({**fixed, **stash})
 
 
 @pytest.mark.parametrize("name", ["optimizer_cpu_offload", "use_megatron_fsdp", "use_torch_fsdp2"])
@@ -98,31 +102,23 @@ MOE = {"num_moe_experts": 8}
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"num_layers": 32.5}, "config.num_layers: 32.5; give a whole number from 1 to 4096"),
-        ({"num_layers": 10**9}, "config.num_layers: 1000000000; give a whole number"),
-        ({"num_layers": True}, "config.num_layers: True; give a whole number"),
-        ({"hidden_size": 0}, "config.hidden_size: 0; give a whole number from 1"),
-        ({"hidden_size": "64"}, "config.hidden_size: '64'; give a whole number"),
+        ({"num_layers": 32.5}, "config.num_layers: 32.5, must be a valid integer"),
+        ({"num_layers": 10**9}, "config.num_layers: 1000000000, must be ≤ 4096"),
+        ({"num_layers": True}, "config.num_layers: True, must be a valid integer"),
+        ({"hidden_size": 0}, "config.hidden_size: 0, must be ≥ 1"),
+        ({"hidden_size": "64"}, "config.hidden_size: '64', must be a valid integer"),
         ({"hidden_size": float("nan")}, "config.hidden_size: nan, which is no number"),
         ({"hidden_dropout": float("inf")}, "config.hidden_dropout: inf, which is no number"),
-        ({"tensor_model_parallel_size": 0}, "config.tensor_model_parallel_size: 0; give a whole"),
+        ({"tensor_model_parallel_size": 0}, "config.tensor_model_parallel_size: 0, must be ≥ 1"),
         ({"num_query_groups": 3}, "num_attention_heads 4 is no multiple of num_query_groups 3"),
         ({"num_attention_heads": 5}, "hidden_size 64 is no multiple of num_attention_heads 5"),
-        ({"activation_func": "relu6"}, "config.activation_func: 'relu6'; known are gelu, silu"),
+        ({"activation_func": "relu6"}, "config.activation_func: 'relu6', must be 'gelu', 'silu'"),
         ({**MOE, "moe_router_topk": 9}, "moe_router_topk 9 is more than num_moe_experts 8"),
         (
             {**MOE, "expert_model_parallel_size": 3},
             "num_moe_experts 8 is no multiple of expert_model_parallel_size 3",
         ),
-        (
-            {"overlap_moe_expert_parallel_comm": True},
-            "overlap_moe_expert_parallel_comm beside expert_model_parallel_size 1: no rank",
-        ),
-        (
-            {**MOE, "overlap_moe_expert_parallel_comm": True},
-            "overlap_moe_expert_parallel_comm beside expert_model_parallel_size 1: no rank",
-        ),
-        ({"normalization": "rmsnorm"}, "config.normalization: 'rmsnorm'; known are LayerNorm, RMS"),
+        ({"normalization": "rmsnorm"}, "config.normalization: 'rmsnorm', must be 'LayerNorm' or"),
         (
             {"ffn_hidden_size": 129, "tensor_model_parallel_size": 2},
             "ffn_hidden_size 129 is no multiple of 2, the tensor parallel size",
@@ -145,7 +141,7 @@ MOE = {"num_moe_experts": 8}
         ({**MOE, "moe_layer_freq": 0}, "config.moe_layer_freq: 0; give a whole number from 1 on"),
         ({**MOE, "moe_layer_freq": [1]}, "config.moe_layer_freq: [1]; give a whole number"),
         ({"window_attn_skip_freq": [0]}, "config.window_attn_skip_freq: [0]; give a whole"),
-        ({"gated_linear_unit": "yes"}, "config.gated_linear_unit: 'yes'; give true or false"),
+        ({"gated_linear_unit": "yes"}, "config.gated_linear_unit: 'yes', must be a valid boolean"),
         ({"pipeline_model_parallel_layout": 3}, "config.pipeline_model_parallel_layout: 3; give a"),
         ({"context_parallel_size": 3}, "seq_length 128 is no multiple of 6, twice context_paral"),
         (
@@ -158,6 +154,13 @@ def test_a_config_that_is_no_models_is_refused_by_field(config, said):
     with pytest.raises(OptionError, match="describes no model that can be built") as caught:
         job(config)
     assert said in str(caught.value)
+
+
+def test_ep_overlap_without_ep_is_refused_in_megatrons_words_before_anything_is_built():
+    experts = {**MOE, "moe_ffn_hidden_size": 64}
+    asked = job({**experts, "overlap_moe_expert_parallel_comm": True})
+    with pytest.raises(OptionError, match="only supported with expert model parallelism"):
+        profile_job(asked, device("h100-80gb"), progress=lambda said: pytest.fail(said))
 
 
 def test_a_recipe_of_fp8_is_that_of_the_precision():
@@ -223,7 +226,10 @@ def test_a_field_of_no_value_is_as_if_it_were_left_out():
 
 
 def test_missing_dimensions_are_named():
-    with pytest.raises(OptionError, match="config lacks num_layers, hidden_size"):
+    with pytest.raises(
+        OptionError,
+        match=r"config.num_layers: missing, must be given\n  config.hidden_size: missing",
+    ):
         job_from(
             {
                 "name": "x",

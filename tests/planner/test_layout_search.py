@@ -6,8 +6,7 @@ from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import uneven_layouts
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.search.layout_steps import LeastSteps
-from megatron_autorecompute.planner.search.layouts import best_layout, search_layout
+from megatron_autorecompute.planner.search.layouts import LeastSteps, best_layout, search_layout
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import solve, try_solve
 from megatron_autorecompute.profile import (

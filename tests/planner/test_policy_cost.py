@@ -1,3 +1,5 @@
+import itertools
+import random
 from dataclasses import replace
 
 import pytest
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.layout import Layout
-from megatron_autorecompute.planner.cost.policy_cost import evaluate
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts, evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, StageRecord, StaticBytes
@@ -99,3 +101,16 @@ def test_a_residual_is_spread_over_a_stages_events_and_leaves_none_below_zero(p,
         moved = [new - old for new, old in zip(after.forward_ms, before.forward_ms, strict=True)]
         assert moved == pytest.approx([given / 3 / v] * v)
         assert min(*after.forward_ms, *after.backward_ms) >= 0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_policy_costs_the_same_whatever_was_costed_before(seed):
+    profile, layout, schedule, _ = drawn(seed)
+    costs, rng = PolicyCosts(profile, layout, schedule), random.Random(seed)
+    for _ in range(6):
+        layers = {}
+        for chunk in itertools.chain.from_iterable(layout.stages):
+            chosen = rng.choice(list(chunk_policies(profile, chunk.layers)))
+            layers |= dict(zip(chunk.layers, chosen, strict=True))
+        policy = RecomputePolicy(tuple(layers[layer] for layer in range(profile.num_layers)))
+        assert costs.of(policy) == evaluate(profile, layout, schedule, policy)

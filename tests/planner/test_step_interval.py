@@ -14,10 +14,13 @@ from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.step_interval import COVERS, StepErrors, deviation_ms
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.manual import best_manual
+from megatron_autorecompute.planner.search.neighbours import changed_at
 from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.planner.search.within_errors import without_gave_way
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, StaticBytes
+from megatron_autorecompute.work_order import contains
 from tests.planner.known_truth import Job
 from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 
@@ -50,6 +53,19 @@ def test_intervals_cover_what_they_say_and_who_stays_ahead_is_ahead(recompute, j
     assert stayed > jobs // 3
     assert shorter >= 0.95 * stayed
     assert (gave_way > 1) == (recompute < 0.1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_where_noise_hides_recompute_no_layer_does_more_than_memory_asks_for(seed):
+    job = Job(seed, recompute=0.03)
+    problem = job.measured.at(job.budgets)
+    policy = solve(problem).policy
+    for layer, own in enumerate(policy.layers):
+        for choice, other in changed_at(problem, policy, layer):
+            if contains(own, choice):
+                peaks = [stage.peak_high_bytes for stage in problem.cost(other).stages]
+                fits = all(map(int.__le__, peaks, problem.budgets))
+                assert not fits, f"layer {layer} at {own} could be at {choice}"
 
 
 def test_intervals_of_steps_in_which_recompute_begins_early_cover_as_much():

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.plan import CurvePoint, make_plan
+from megatron_autorecompute.planner.plan import make_plan
+from megatron_autorecompute.planner.search.curve import CurvePoint
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import try_solve
 from megatron_autorecompute.policy import RecomputePolicy

@@ -16,8 +16,8 @@ def test_every_table_is_as_the_code_has_it_now():
     assert written == {"exit-codes.md", "job.md", "plan-file.md", "profile.md"}
 
 
-def test_every_field_of_a_profile_and_a_job_is_explained():
-    for name in ("profile.md", "job.md"):
+def test_every_field_of_a_profile_a_plan_and_a_job_is_explained():
+    for name in ("profile.md", "plan-file.md", "job.md"):
         rows = [line for line in (ROOT / "docs" / name).read_text().splitlines() if "| `" in line]
         assert len(rows) > 40
         assert [row for row in rows if row.endswith("|  |")] == []

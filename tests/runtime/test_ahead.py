@@ -209,6 +209,7 @@ def test_an_interrupted_step_leaves_nothing_and_the_next_one_begins_early():
 def test_as_long_as_a_copy_is_under_the_policy_megatrons_functions_are_replaced(monkeypatch):
     from megatron_autorecompute.runtime.apply import apply, in_force
 
+    gc.collect()  # what other tests left
     (model,) = tiny_gpt(tiny_config())
     before = replaced()
     group = type(torch.distributed.group.WORLD)

@@ -1,5 +1,6 @@
 """Parts of a layer that run once: what is rerun, what is held, and that nothing wrong passes."""
 
+import contextlib
 import copy
 import gc
 import importlib
@@ -14,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.compat import checkpoints
+from megatron_autorecompute.errors import ApplyError, PolicyError
 from testing.ranks import run_ranks
 from tests.fused_attention import FlashLikeAttention
 from tests.gloo import collectives_on_copies
@@ -186,6 +188,19 @@ def test_shares_of_a_layers_products_that_full_reruns(fields, whole, kept):
     assert round(100 * (flops["full+keep[core_attn]"] - flops["none"]) / forward) == kept
 
 
+def test_full_reruns_all_where_dropout_is_fused_with_the_bias():
+    # Compiled, it saves a mask that is not told from what it reads.
+    fused = {"dropout": 0.1, "bias_dropout_fusion": True}
+    counted = {
+        text: [
+            step_of(model_of(**{**fused, **fields}), text)[0] for fields in ({}, {"dropout": 0.0})
+        ]
+        for text in ("full+all", "full")
+    }
+    (whole, _), (dropped, undropped) = counted["full+all"], counted["full"]
+    assert dropped == whole > undropped
+
+
 def test_a_checkpoint_around_two_layers_skips_the_end_of_the_last_one_alone():
     model = model_of(dropout=0.0)
     cost = products(256, False)
@@ -278,12 +293,90 @@ def test_an_output_that_is_read_after_all_is_computed_again():
     assert set(part.reads.values()) == {(True,)}
 
 
+def test_an_output_that_is_read_after_all_is_computed_again_for_microbatches_in_flight():
+    model, found = model_of(dropout=0.0), []
+    for text in ("full+all", "full"):
+        model.zero_grad(set_to_none=True)
+        with applied(text, model):
+            part = part_of(model)
+            losses = [model(**microbatch(number)).mean() for number in range(3)]
+            for loss in losses:
+                loss.backward()
+            part.undo()
+        found.append([each.grad for each in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_an_output_that_is_read_at_one_length_alone_is_refused_beside_other_ranks(monkeypatch):
+    model = model_of(dropout=0.0)
+    with applied("full", model):
+        part = part_of(model)
+        one_step([model], num_microbatches=1)
+        (around,) = part.reruns
+        part.reruns[around] = False
+        monkeypatch.setattr(
+            "megatron_autorecompute.compat.checkpoints.has_other_ranks", lambda: True
+        )
+        with pytest.raises(ApplyError, match=r"Linear\.forward is read with inputs of .*\+all"):
+            one_step([model], num_microbatches=1, seq_length=SEQ_LENGTH // 2)
+        part.undo()
+
+
+def experts_before_a_norm(model):
+    for layer in model.decoder.layers:
+        torch.manual_seed(0)
+        layer.mlp.norm = torch.nn.LayerNorm(HIDDEN)
+        layer.mlp.register_forward_hook(lambda mlp, _, out: (mlp.norm(out[0]), out[1]))
+
+
+def gradients_over_lengths(text, lengths):
+    """Of this rank, whose microbatches have `lengths[rank]`."""
+    start_parallel(expert_model_parallel_size=2)
+    (model,) = tiny_gpt(tiny_config("moe", dropout=0.0, expert_model_parallel_size=2))
+    experts_before_a_norm(model)
+    with applied(text, model):
+        for number, length in enumerate(lengths[torch.distributed.get_rank()]):
+            model(**microbatch(number, seq_length=length)).mean().backward()
+    return [each.grad for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("text", ["full", "full+keep[core_attn+dispatch]"])
+def test_ranks_whose_lengths_differ_run_the_same_collectives(text):
+    lengths = ([32, 32], [32, 16])
+    found = [run_ranks(gradients_over_lengths, 2, each, lengths) for each in ("full+all", text)]
+    for reference, own in zip(*found, strict=True):
+        assert all(map(torch.equal, reference, own))
+
+
+def copied(tensor):
+    return tensor if isinstance(tensor, torch.nn.Parameter) else tensor.clone()
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+@pytest.mark.parametrize("text", ["full", "full+keep[core_attn]", "selective[mlp_act+qkv]"])
+def test_hooks_on_what_is_saved_change_no_bit(text, is_seen, monkeypatch):
+    if not is_seen:  # before torch 2.8
+        monkeypatch.setattr("megatron_autorecompute.runtime.run_once.top_hooks", None)
+    found = {}
+    for each in ("none", text):
+        model = model_of(dropout=0.0)
+        with applied(each, model):
+            for number in range(2):
+                model.zero_grad(set_to_none=True)
+                hooks = torch.autograd.graph.saved_tensors_hooks(copied, lambda kept: kept)
+                with hooks if number == 0 else contextlib.nullcontext():
+                    loss = model(**microbatch(number)).mean()
+                loss.backward()
+        found[each] = [parameter.grad for parameter in model.parameters()]
+    assert all(map(torch.equal, found["none"], found[text]))
+
+
 def test_a_wrong_claim_that_an_output_is_dead_leaves_no_gradient_that_looks_right():
     model = model_of()
     with applied("full", model):
         part = part_of(model)
         one_step([model], num_microbatches=1)  # learns what is read
-        part.reads = _AlwaysDead()
+        part.reads, part.reruns = _AlwaysDead(), {}
         result = one_step([model], num_microbatches=1)
         part.undo()
     assert result.gradients["decoder.layers.0.mlp.linear_fc1.weight"].isnan().all()
@@ -679,18 +772,23 @@ def test_routers_count_tokens_and_losses_once():
 @pytest.mark.parametrize("text", ["full", "full+keep[core_attn+dispatch]"])
 @pytest.mark.usefixtures("trusted")
 def test_experts_before_a_norm_run_again_and_their_router_counts_once(text):
-    fields = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    fields = {
+        "moe_aux_loss_coeff": 1e-2,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_score_function": "sigmoid",
+    }
     model = model_of(kind="moe", dropout=0.0, **fields)
-    for layer in model.decoder.layers:
-        layer.mlp.norm = torch.nn.LayerNorm(HIDDEN)
-        layer.mlp.register_forward_hook(lambda mlp, _, out: (mlp.norm(out[0]), out[1]))
+    experts_before_a_norm(model)
     counters = [layer.mlp.router.local_tokens_per_expert for layer in model.decoder.layers]
     found = []
     for each in ("none", text):
-        for counter in counters:
+        for counter in (*counters, *checkpoints.logged_losses().values()):
             counter.zero_()
         _, result = step_of(model, each, num_microbatches=2)
-        found.append((result, [counter.clone() for counter in counters]))
+        counted = (*counters, *checkpoints.logged_losses().values())
+        assert any(each.any() for each in counted[len(counters) :])
+        found.append((result, [counter.clone() for counter in counted]))
     (reference, counted), (result, own) = found
     assert result.same_bits(reference)
     assert all(map(torch.equal, own, counted))

@@ -47,6 +47,7 @@ class Layout:
     """
 
     stages: tuple[tuple[Chunk, ...], ...]
+    """The chunks of every stage, first stage first."""
     mtp_num_layers: int = 0
     """How many of the last layers are MTP depths."""
 

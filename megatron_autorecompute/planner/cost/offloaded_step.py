@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.cost.copied_bytes import StageBytes
-from megatron_autorecompute.planner.cost.copies import ChunkWork, Kept, StageCopies
+from megatron_autorecompute.planner.cost.copies import ChunkWork, Kept, StageBytes, StageCopies
 from megatron_autorecompute.planner.cost.cpu_offloading import WholeLayerCopies, moves_whole_layers
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.slots import block, num_slots

@@ -20,7 +20,7 @@ from operator import mul
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.cost import overlap, p2p_tensors
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.cost.copied_bytes import StageBytes
+from megatron_autorecompute.planner.cost.copies import StageBytes
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment, decisive_moments
 from megatron_autorecompute.planner.cost.schedule import Direction, Schedule
@@ -238,9 +238,11 @@ class Peak:
     """The highest moment of a stage."""
 
     bytes: int
+    """All bytes alive at this moment."""
     moment: str
     """A label: `stage 0, backward of layer 11, microbatch 3`."""
     breakdown: Breakdown
+    """What these bytes are."""
     pool_bytes: int = 0
     """The part of `bytes` that is in the memory pool and input buffers of CUDA graphs of layers."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -34,7 +33,6 @@ from megatron_autorecompute.planner.cost.unit_costs import (
     SIGN,
     Bound,
     CostTable,
-    Unit,
     fastest_choice,
 )
 from megatron_autorecompute.policy import RecomputePolicy
@@ -49,7 +47,9 @@ class StageCost:
     """Memory and time of one stage under a policy."""
 
     stage: int
+    """The stage's number, from 0."""
     peak: Peak
+    """The fullest moment of the stage's step."""
     peak_low_bytes: int
     """The peak with every figure at the low end of its interval."""
     peak_high_bytes: int
@@ -83,6 +83,7 @@ class PolicyCost:
     """Memory and time of a whole step under a policy."""
 
     stages: tuple[StageCost, ...]
+    """The cost of each stage, first stage first."""
     step_ms: float
     """Time of the step, by a replay in which messages take no time."""
     bubble_ms: float
@@ -154,6 +155,10 @@ class PolicyCosts:
         """The profile, and where the host's times are known, that of the host alone."""
         self._bases: dict[tuple[int, Bound], StageBase] = {}
         self._known: dict[RecomputePolicy, PolicyCost] = {}
+        self._peaks_alone: dict[tuple[object, ...], Peak] = {}
+        """Peaks of stages without copies, by the choices of the stage's layers."""
+        self._steps_ms: dict[tuple[bytes, ...], float] = {}
+        """Steps, by the times of all stages."""
 
     def of(self, policy: RecomputePolicy) -> PolicyCost:
         """Peak of every stage and time of the step. Raises: as `evaluate`."""
@@ -161,24 +166,40 @@ class PolicyCosts:
             self._known[policy] = self._of(policy)
         return self._known[policy]
 
+    @property
+    def high(self) -> CostTable:
+        """The costs of choices that must fit a budget: the high end of every figure."""
+        return self._tables.get("high", self._tables["nominal"])
+
     def step_ms(self, policy: RecomputePolicy) -> float:
         """Time of the step alone, of a policy that copies nothing. Raises: as `evaluate`."""
-        times = times_of(self._units("nominal", policy)).plus(self._residual)
-        return _step_ms(self.schedule, times)
+        return self._step_ms(times_of(self._units("nominal", policy)).plus(self._residual))
+
+    def peak_alone(self, stage: int, policy: RecomputePolicy, bound: Bound = "high") -> Peak:
+        """The peak of a stage by the choices of its own layers, without bytes of copies under way.
+        Raises: as `evaluate`."""
+        bound = bound if bound in self._tables else "nominal"
+        chunks = self.layout.stages[stage]
+        key = bound, stage, *(policy.layers[layer] for chunk in chunks for layer in chunk.layers)
+        if key not in self._peaks_alone:
+            table, moments = self._tables[bound], stage_moments(self.profile, self.schedule, stage)
+            columns = [ChunkColumns(chunk, table.chunk_units(chunk, policy)) for chunk in chunks]
+            self._peaks_alone[key] = stage_peak(self._base(stage, bound), stage, columns, moments)
+        return self._peaks_alone[key]
 
     def _of(self, policy: RecomputePolicy) -> PolicyCost:
         policy.checked_length(self.profile.num_layers, "The policy")
-        units = {bound: self._units(bound, policy) for bound in self._tables}
-        step = self._offloaded(units["nominal"])
-        peaks = {bound: self._peaks(bound, own, step) for bound, own in units.items()}
-        cost = self._with_times(units["nominal"], peaks, step)
-        both_ms = self._both_ms(policy, units["nominal"])
+        units = self._units("nominal", policy)
+        step = self._offloaded(units)
+        peaks = {bound: self._peaks(bound, policy, step) for bound in self._tables}
+        cost = self._with_times(units, peaks, step)
+        both_ms = self._both_ms(policy, units)
         if both_ms is None:
             return cost
         launch_ms = max(0.0, both_ms - cost.step_ms)
         step_ms = cost.step_ms + launch_ms
         if policy.is_ahead:
-            later_ms = self._both_ms(policy, units["nominal"], begins_early=False) or 0.0
+            later_ms = self._both_ms(policy, units, begins_early=False) or 0.0
             cost = replace(cost, ahead_ms=max(0.0, later_ms - step_ms))
         recompute_ms = step_ms - cost.stall_ms - self._plain_both_ms
         return replace(cost, step_ms=step_ms, launch_ms=launch_ms, recompute_ms=recompute_ms)
@@ -234,18 +255,22 @@ class PolicyCosts:
         return offloaded_step(self.schedule, units, self._residual, host_link(self.profile))
 
     def _peaks(
-        self, bound: Bound, units: Sequence[Sequence[tuple[Unit, ...]]], step: OffloadedStep | None
+        self, bound: Bound, policy: RecomputePolicy, step: OffloadedStep | None
     ) -> list[Peak]:
-        peaks = []
-        for stage, columns in enumerate(_all_columns(self.layout, units)):
-            if step is None:
-                moments = stage_moments(self.profile, self.schedule, stage)
-            else:
-                moments = tuple(every_moment(self.profile, step.schedule, stage))
-            copied = None if step is None else step.bytes_of(stage)
-            base = self._base(stage, bound)
-            peaks.append(stage_peak(base, stage, columns, moments, copied))
-        return peaks
+        stages = range(self.layout.num_stages)
+        if step is None:
+            return [self.peak_alone(stage, policy, bound) for stage in stages]
+        return [self._peak_with(step, stage, policy, bound) for stage in stages]
+
+    def _peak_with(
+        self, step: OffloadedStep, stage: int, policy: RecomputePolicy, bound: Bound
+    ) -> Peak:
+        """The peak of a stage with the copies of a step."""
+        table, chunks = self._tables[bound], self.layout.stages[stage]
+        columns = [ChunkColumns(chunk, table.chunk_units(chunk, policy)) for chunk in chunks]
+        moments = every_moment(self.profile, step.schedule, stage)
+        base = self._base(stage, bound)
+        return stage_peak(base, stage, columns, moments, step.bytes_of(stage))
 
     def _base(self, stage: int, bound: Bound) -> StageBase:
         if (stage, bound) not in self._bases:
@@ -254,30 +279,23 @@ class PolicyCosts:
 
     @cached_property
     def _residual(self) -> Times:
-        return residual_times(self._table, self.layout)
-
-    @cached_property
-    def _table(self) -> CostTable:
-        """The table of the times."""
-        return CostTable(self.profile)
+        return residual_times(self._tables["nominal"], self.layout)
 
     @cached_property
     def _fastest(self) -> RecomputePolicy:
         """Every layer at `none`, or at its fastest choice if `none` has no record."""
         layers = range(self.profile.num_layers)
-        return RecomputePolicy(tuple(fastest_choice(self._table, layer) for layer in layers))
+        return RecomputePolicy(tuple(fastest_choice(self.high, layer) for layer in layers))
 
     @cached_property
     def _plain(self) -> tuple[Times, float]:
         """Times without recompute, and the step."""
-        policy = self._fastest
-        units = self._table.units(self.layout, policy)
-        times = times_of(units).plus(self._residual)
-        return times, _step_ms(self.schedule, times)
+        times = times_of(self._units("nominal", self._fastest)).plus(self._residual)
+        return times, self._step_ms(times)
 
     def _with_times(
         self,
-        units: Sequence[Sequence[tuple[Unit, ...]]],
+        units: StageUnits,
         peaks: dict[Bound, list[Peak]],
         step: OffloadedStep | None,
     ) -> PolicyCost:
@@ -304,13 +322,20 @@ class PolicyCosts:
             )
             for stage in range(self.layout.num_stages)
         )
-        step_ms = _step_ms(self.schedule, times)
+        step_ms = self._step_ms(times)
         cost = PolicyCost(stages, step_ms, step_ms - max(busy_ms), step_ms - plain_ms)
         if times.ahead is not None:
-            cost = replace(
-                cost, ahead_ms=_step_ms(self.schedule, replace(times, ahead=None)) - step_ms
-            )
+            cost = replace(cost, ahead_ms=self._step_ms(replace(times, ahead=None)) - step_ms)
         return cost if step is None else _with_copies(cost, step, m)
+
+    def _step_ms(self, times: Times) -> float:
+        own = times.forward, times.backward, times.ahead
+        key = tuple(b"" if part is None else part.tobytes() for part in own)
+        if key not in self._steps_ms:
+            ahead = None if times.ahead is None else times.ahead / PS_PER_MS
+            both = times.forward / PS_PER_MS, times.backward / PS_PER_MS
+            self._steps_ms[key] = replay_ms(self.schedule, *both, ahead)
+        return self._steps_ms[key]
 
 
 def _is_uncertain(profile: Profile) -> bool:
@@ -318,15 +343,6 @@ def _is_uncertain(profile: Profile) -> bool:
     records = [profile.embedding, profile.head, profile.final_norm, *profile.stages]
     records += [record for kind in profile.kinds for record in kind.choices]
     return any(record is not None and record.uncertainty_bytes for record in records)
-
-
-def _all_columns(
-    layout: Layout, units: Sequence[Sequence[tuple[Unit, ...]]]
-) -> list[list[ChunkColumns]]:
-    return [
-        [ChunkColumns(chunk, u) for chunk, u in zip(chunks, stage_units, strict=True)]
-        for chunks, stage_units in zip(layout.stages, units, strict=True)
-    ]
 
 
 def _with_copies(cost: PolicyCost, step: OffloadedStep, num_microbatches: int) -> PolicyCost:
@@ -337,8 +353,3 @@ def _with_copies(cost: PolicyCost, step: OffloadedStep, num_microbatches: int) -
     )
     stall_ms = max(0.0, step.step_ms - cost.step_ms)
     return replace(cost, stages=stages, step_ms=step.step_ms, stall_ms=stall_ms)
-
-
-def _step_ms(schedule: Schedule, times: Times) -> float:
-    ahead = None if times.ahead is None else times.ahead / PS_PER_MS
-    return replay_ms(schedule, times.forward / PS_PER_MS, times.backward / PS_PER_MS, ahead)

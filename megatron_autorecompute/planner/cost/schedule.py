@@ -48,8 +48,11 @@ class Schedule:
     """
 
     num_stages: int
+    """Pipeline-parallel size."""
     num_chunks: int
+    """Chunks of each stage."""
     num_microbatches: int
+    """Microbatches of a step on one data-parallel rank."""
     microbatch_group_size: int | None = None
     """Megatron's `microbatch_group_size_per_vp_stage`: microbatches that pass one chunk before the
     next chunk runs. None means `num_stages`. It has no effect with one chunk per stage."""

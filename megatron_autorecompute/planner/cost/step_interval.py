@@ -64,7 +64,9 @@ class StepInterval:
     """Where the step of the true times lies; docs/plan.md says what that means."""
 
     low_ms: float
+    """The low end of the interval."""
     high_ms: float
+    """The high end of the interval."""
     coverage: float = COVERAGE
     """The share of profiles, at least, whose interval contains the step of the true times."""
 

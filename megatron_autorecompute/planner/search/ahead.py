@@ -22,9 +22,8 @@ from megatron_autorecompute.planner.cost.peak_memory import stage_base, stage_mo
 from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times, times_of
 from megatron_autorecompute.planner.cost.step_time import finished, step_unit
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
-from megatron_autorecompute.planner.search.evidence import proven
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.solution import Solution, StageEvidence
+from megatron_autorecompute.planner.search.solution import Solution, StageEvidence, proven
 from megatron_autorecompute.planner.search.stage_problem import StageChoice, put_together
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 

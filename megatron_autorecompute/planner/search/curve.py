@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.planner.cost.two_clocks import knows_host
-from megatron_autorecompute.planner.search.clocks import deciding
-from megatron_autorecompute.planner.search.offload import OffloadSearch, spread, without_offload
-from megatron_autorecompute.planner.search.offload_settings import (
+from megatron_autorecompute.planner.search.manual import (
     host_over,
     may_offload,
     settings_of_modules,
     settings_of_whole_layers,
 )
+from megatron_autorecompute.planner.search.offload import OffloadSearch, spread, without_offload
 from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import deciding
 from megatron_autorecompute.planner.search.stage import Stage
 from megatron_autorecompute.planner.search.stage_problem import StageChoice, put_together
 from megatron_autorecompute.policy import RecomputePolicy
@@ -26,13 +26,17 @@ Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class ParetoPoint:
-    """One point of time against budget."""
+class CurvePoint:
+    """One point of the curve of time against budget."""
 
     budget_bytes: int
+    """The budget of every stage."""
     step_ms: float
+    """The predicted time of the step."""
     peak_high_bytes: int
-    policy: RecomputePolicy
+    """The predicted peak of the fullest stage, at its high end."""
+    recompute_policy: str
+    """The policy as `RecomputePolicy.parse` reads it."""
 
 
 def pareto(
@@ -40,7 +44,7 @@ def pareto(
     points: int = 64,
     progress: Progress = lambda _: None,
     also: Collection[int] = (),
-) -> tuple[ParetoPoint, ...]:
+) -> tuple[CurvePoint, ...]:
     """Step time against budget, from the largest useful budget down to the least that fits.
 
     Points are each stage's choices of the least busy time, whose step is not searched further:
@@ -62,14 +66,16 @@ def pareto(
     return _least_busy(problem, points, progress, also)
 
 
-def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[ParetoPoint, ...]:
+def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[CurvePoint, ...]:
     """Points of policies found without offload or copy times, replayed with their copies."""
     relaxed = OffloadSearch(problem).relaxed
     number = min(points, _RELAXED_POINTS)
     found = _least_busy(relaxed, number, lambda share: progress(share / 2))
     without = without_offload(problem)
     plain = () if without is None else _least_busy(without, points)
-    policies = dict.fromkeys(point.policy for point in (*found, *plain))
+    texts = dict.fromkeys(point.recompute_policy for point in (*found, *plain))
+    num_layers = problem.profile.num_layers
+    policies = [RecomputePolicy.parse(text, num_layers=num_layers) for text in texts]
     spreads = [spread(problem, own, late=late) for own in policies for late in (False, True)]
     settings = settings_of_whole_layers(problem) + settings_of_modules(problem)
     tried = list(dict.fromkeys((*policies, *spreads, *settings)))
@@ -78,9 +84,9 @@ def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[Pareto
         cost = problem.cost(policy)
         if host_over(problem, cost) == 0:
             peak_bytes = cost.peak_high_bytes
-            replayed.append(ParetoPoint(peak_bytes, cost.step_ms, peak_bytes, policy))
+            replayed.append(CurvePoint(peak_bytes, cost.step_ms, peak_bytes, policy.format()))
         progress(0.5 + 0.5 * number / len(tried))
-    curve = list[ParetoPoint]()
+    curve = list[CurvePoint]()
     for point in sorted(replayed, key=lambda point: (point.budget_bytes, point.step_ms)):
         if not curve or point.step_ms < curve[-1].step_ms:
             curve.append(point)
@@ -89,7 +95,7 @@ def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[Pareto
 
 def _least_busy(
     problem: Problem, number: int, progress: Progress = lambda _: None, also: Collection[int] = ()
-) -> tuple[ParetoPoint, ...]:
+) -> tuple[CurvePoint, ...]:
     """The curve of `pareto`, where no layer may offload."""
     stages = problem.stages
     low = max(choice.peak_bytes for choice in stages.leanest)
@@ -101,7 +107,7 @@ def _least_busy(
         for choice in _of_stage(stage, sorted(budgets, reverse=True)):
             own.append(choice)
             progress((done + len(own) / len(budgets)) / len(found))
-    curve = list[ParetoPoint]()
+    curve = list[CurvePoint]()
     for budget, *choices in zip(sorted(budgets), *map(reversed, found), strict=True):
         point = _point(problem, budget, choices)
         if curve and point.step_ms > curve[-1].step_ms:
@@ -127,7 +133,7 @@ def _of_stage(stage: Stage, budgets: Sequence[int]) -> Iterator[StageChoice]:
         yield found
 
 
-def _point(problem: Problem, budget_bytes: int, choices: Sequence[StageChoice]) -> ParetoPoint:
+def _point(problem: Problem, budget_bytes: int, choices: Sequence[StageChoice]) -> CurvePoint:
     policy = put_together(problem.layout, [choice.policies for choice in choices])
     peak_bytes = max(choice.peak_bytes for choice in choices)
-    return ParetoPoint(budget_bytes, problem.cost(policy).step_ms, peak_bytes, policy)
+    return CurvePoint(budget_bytes, problem.cost(policy).step_ms, peak_bytes, policy.format())

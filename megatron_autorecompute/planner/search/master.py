@@ -27,7 +27,8 @@ _FRESH = 10
 _IDLE = 4
 """Rounds after which a path that has no share may go."""
 _PATHS = 80
-"""Beyond which paths go."""
+"""Beyond which paths go. With all of them the largest program takes a quarter longer, and steps of
+Llama 3.1 405B are up to 0.15% longer or shorter."""
 _CLOSE = 3e-4
 """A step of fractional times so near its bound has all paths that matter."""
 _FEW_STAGES = 32

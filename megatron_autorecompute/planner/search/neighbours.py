@@ -8,7 +8,7 @@ from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.step_interval import StepErrors
-from megatron_autorecompute.planner.search.offload_settings import settings_of_whole_layers
+from megatron_autorecompute.planner.search.manual import settings_of_whole_layers
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy
 

@@ -9,26 +9,26 @@ between them are searched:
 - *Mixed*: a stage takes at least what it computes, and at least what it copies back, so at least
   any mixture of the two. The exact search finds the least mixture.
 - The plans of both, and the plan without offload, are replayed with their copies. Then they are
-  changed: spread over the layers of a chunk, made leaner where copies under way took too much, and
-  improved one layer after another.
+  changed: spread over the layers of a chunk, and made leaner where copies under way took too much.
 
-The larger of both bounds is what is proven.
+The larger of both bounds is what is proven. Copies back run one after the other; for each
+microbatch and chunk one group of each name may be missing from them: the last group stays on the
+device where the backward follows the forward at once, and the backward itself makes a copy that was
+not begun in time.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TypeVar
 
 from megatron_autorecompute.planner.cost.offloaded_step import MOST_EVENTS, host_link
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
-from megatron_autorecompute.planner.search.copy_bounds import copy_bounds_ms, mixed
-from megatron_autorecompute.planner.search.evidence import proven
-from megatron_autorecompute.planner.search.offload_settings import (
+from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.search.manual import (
     fastest_setting,
     fastest_whole,
     host_over,
@@ -39,10 +39,12 @@ from megatron_autorecompute.planner.search.offload_settings import (
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.shortest import shortest
 from megatron_autorecompute.planner.search.shrunk import Less, shrunk
-from megatron_autorecompute.planner.search.solution import Solution
+from megatron_autorecompute.planner.search.solution import Solution, proven
 from megatron_autorecompute.planner.search.stage_problem import OnlyChoices, put_together
-from megatron_autorecompute.policy import WHOLE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, HostLink, LayerKind, Profile
 from megatron_autorecompute.units import gib
+from megatron_autorecompute.work_order import contains
 
 SHARES = (0.75, 0.5, 0.25)
 """The shares of computing in the mixtures that are tried; copies have the rest."""
@@ -70,7 +72,7 @@ class OffloadSearch:
         return self._mixed(1.0)
 
     def _mixed(self, share: float) -> Problem:
-        return replace(self.problem, profile=mixed(self.problem.profile, self.link, share))
+        return replace(self.problem, profile=without_copies(self.problem.profile, self.link, share))
 
     def solve(self) -> Solution | None:
         """The best policy found under every stage's budget, and what is proven of it; None if
@@ -203,9 +205,6 @@ class _Replays:
                 self._improve(start)
         for start in starts:
             self._repair(start)
-        nearest = [] if self.found is None else [self.found[0]]
-        for start in dict.fromkeys((*nearest, *starts)):
-            self._climb(start, bound_ms)
         self._keep_what_may_stay()
         return self.found[0] if self.found and not self._over(self.found[1]) else None
 
@@ -237,17 +236,6 @@ class _Replays:
             self.problem.allows(layer, choice) and kind_of(layer).record(choice) is not None
             for layer, choice in changes.items()
         )
-
-    def _climb(self, policy: RecomputePolicy, bound_ms: float) -> None:
-        """Change one thing after another for as long as that makes a policy better."""
-        cost, better = self._try(policy), True
-        while cost is not None and better and not self._is_bound(bound_ms):
-            better = False
-            for other in self._neighbours(policy):
-                changed = self._try(other)
-                if changed is not None and self._key(changed) < self._key(cost):
-                    policy, cost, better = other, changed, True
-                    break
 
     def _is_bound(self, bound_ms: float) -> bool:
         return self.found is not None and self._key(self.found[1]) <= (0, bound_ms)
@@ -307,37 +295,6 @@ class _Replays:
         found = [choice.policies for choice in choices if choice is not None]
         return put_together(self.problem.layout, found) if len(found) == len(most) else None
 
-    def _neighbours(self, policy: RecomputePolicy) -> Iterator[RecomputePolicy]:
-        """The policy with another choice at one layer, or with the choices of two layers of a kind
-        exchanged.
-
-        Changes that differ only in where they are come in turn, as most are alike: each at the
-        first of its places, then each at the last, in the middle, and so on; less work at a layer
-        first.
-        """
-        alike: dict[tuple[object, ...], list[dict[int, LayerPolicy]]] = {}
-        for kind in self.problem.profile.kinds:
-            own = [i for i in kind.layers if policy.layers[i].group == 1]
-            for index in own:
-                choice = policy.layers[index]
-                for other in self._choices(index):
-                    if other != choice:
-                        alike.setdefault((kind.name, choice, other), []).append({index: other})
-            for first, second in itertools.combinations(own, 2):
-                one, two = policy.layers[first], policy.layers[second]
-                if one != two and (one.offload or two.offload):
-                    change = {first: two, second: one}
-                    alike.setdefault((kind.name, one, two, "exchanged"), []).append(change)
-        for turn in itertools.zip_longest(*map(_spread, alike.values())):
-            yield from (_with(policy, change) for change in turn if change is not None)
-
-    def _choices(self, layer: int) -> Sequence[LayerPolicy]:
-        kind = self.problem.profile.kind_of(layer)
-        records = sorted(kind.choices, key=lambda record: record.forward_ms + record.backward_ms)
-        singles = (record.policy for record in records if record.policy.group == 1)
-        single = (choice for choice in singles if choice != WHOLE)
-        return [choice for choice in single if self.problem.allows(layer, choice)]
-
 
 def _with(policy: RecomputePolicy, changes: dict[int, LayerPolicy]) -> RecomputePolicy:
     layers = (changes.get(i, choice) for i, choice in enumerate(policy.layers))
@@ -356,17 +313,90 @@ def _evenly(choices: list[LayerPolicy], moved: int, *, late: bool) -> Iterator[L
         yield next(first) if before(i + 1) > before(i) else next(others)
 
 
-_Change = TypeVar("_Change")
+_ROUNDED_PS = 2
+"""The time by which a unit's mixed time may be rounded up."""
 
 
-def _spread(changes: list[_Change]) -> Iterator[_Change]:
-    """All, the first, the last and the middle ones first."""
-    taken, size = set[int](), len(changes)
-    parts = 1
-    while len(taken) < size:
-        for part in range(parts + 1):
-            at = part * (size - 1) // parts
-            if at not in taken:
-                taken.add(at)
-                yield changes[at]
-        parts *= 2
+def without_copies(profile: Profile, link: HostLink, share: float) -> Profile:
+    """The profile without copies; times are the share of what is computed, and the rest of what is
+    copied back. Where more recompute would then take less, its time is that of less, too."""
+
+    def scaled(record: ChoiceRecord, least: float = 1.0) -> ChoiceRecord:
+        copied_ms = (1 - share) * least * _back_ms(record.host_bytes, link)
+        return replace(
+            record,
+            forward_ms=share * record.forward_ms,
+            backward_ms=share * record.backward_ms + copied_ms,
+            offload_groups=(),
+        )
+
+    def of_kind(kind: LayerKind) -> LayerKind:
+        least = min([1.0, *(point.factor for point in kind.imbalance)])
+        records = [scaled(record, least) for record in kind.choices]
+        return replace(kind, choices=tuple(records if share == 1 else _lowered(records)))
+
+    norm = profile.final_norm
+    return replace(
+        profile,
+        kinds=tuple(map(of_kind, profile.kinds)),
+        embedding=scaled(profile.embedding),
+        head=scaled(profile.head),
+        final_norm=None if norm is None else scaled(norm),
+    )
+
+
+def _lowered(records: Sequence[ChoiceRecord]) -> Iterator[ChoiceRecord]:
+    """Times that are lowered until no choice takes longer than those that contain its work."""
+    for record in records:
+        above = [one for one in records if contains(one.policy, record.policy)]
+        time_ms = record.forward_ms + record.backward_ms
+        least_ms = min((one.forward_ms + one.backward_ms for one in above), default=time_ms)
+        share = min(1.0, least_ms / time_ms) if time_ms else 1.0
+        forward_ms, backward_ms = share * record.forward_ms, share * record.backward_ms
+        yield replace(record, forward_ms=forward_ms, backward_ms=backward_ms)
+
+
+def copy_bounds_ms(problem: Problem, share: float, least_ps: Sequence[int]) -> list[float]:
+    """Milliseconds that a step takes at least, by every stage.
+
+    Args:
+        problem: with its copies.
+        share: the share of computing in the mixture.
+        least_ps: of every stage, what no choices that fit go below in the mixture, for one
+            microbatch.
+    """
+    table, layout, m = problem.table, problem.layout, problem.schedule.num_microbatches
+    residual = residual_times(table, layout).busy.tolist()
+    ahead_ps, found = 0, list[float]()
+    for stage, chunks in enumerate(layout.stages):
+        rounded = _ROUNDED_PS * sum(len(chunk.layers) + 4 for chunk in chunks)
+        each_ps = least_ps[stage] - rounded + share * min(0, residual[stage])
+        skipped = (1 - share) * _skipped_ms(problem, stage)
+        found.append((ahead_ps + m * each_ps) / PS_PER_MS - skipped)
+        ahead_ps += sum(least_times(table, chunks[0]))
+    return found
+
+
+def _skipped_ms(problem: Problem, stage: int) -> float:
+    """The most that all microbatches' copies may be less than their sum."""
+    schedule = problem.schedule
+    m, last = schedule.num_microbatches, stage == schedule.num_stages - 1
+    times = m if last or schedule.num_chunks > 1 else 1
+    chunks = [_longest_ms(problem, chunk.layers) for chunk in problem.layout.stages[stage]]
+    return (times + 1) * sum(chunks)
+
+
+def _longest_ms(problem: Problem, layers: Sequence[int]) -> float:
+    """The longest copy of each name in a chunk, together."""
+    longest: dict[str, float] = {}
+    for layer in layers:
+        for choice in problem.table.choices(layer):
+            record = problem.table.record(layer, choice)
+            for group in () if record is None else record.offload_groups:
+                time_ms = _back_ms(group.host_bytes, host_link(problem.profile))
+                longest[group.name] = max(time_ms, longest.get(group.name, 0.0))
+    return sum(longest.values())
+
+
+def _back_ms(host_bytes: int, link: HostLink) -> float:
+    return host_bytes / (link.to_device_gb_per_s * 1e6)

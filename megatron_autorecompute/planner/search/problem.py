@@ -55,8 +55,6 @@ class Stages:
         only: OnlyChoices | None,
     ) -> None:
         self.costs = PolicyCosts(profile, layout, schedule, percentile)
-        self.table = CostTable(profile, percentile, "high")
-        """The table of choices' costs, filled as budgets are met."""
         self._only, self._chunk_tables = only, Tables()
         self._known: dict[int, Stage] = {}
 
@@ -67,11 +65,11 @@ class Stages:
         return self._known[number]
 
     def _stage(self, number: int) -> Stage:
-        profile, layout, table = self.costs.profile, self.costs.layout, self.table
+        profile, layout, table = self.costs.profile, self.costs.layout, self.costs.high
         base, own = stage_base(profile, layout, number, "high"), layout.stages[number]
         moments = stage_moments(profile, self.costs.schedule, number)
         chunks = [ChunkUnits(table, chunk, base.boundary_bytes, self._only) for chunk in own]
-        problem = stage_problem(chunks, moments, base, true_peak(table, own, base, moments))
+        problem = stage_problem(chunks, moments, base, true_peak(self.costs, number, moments))
         return Stage(problem, self._chunk_tables, layout.num_stages)
 
     @cached_property
@@ -169,7 +167,7 @@ class Problem:
     @property
     def table(self) -> CostTable:
         """The table of choices' costs, filled as budgets are met."""
-        return self.stages.table
+        return self.costs.high
 
     def cost(self, policy: RecomputePolicy) -> PolicyCost:
         """The cost of any policy in the model."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
-from megatron_autorecompute.planner.search.labels import undominated
-from megatron_autorecompute.planner.search.stage_plans import Effort
+from megatron_autorecompute.planner.search.chunk_plans import undominated
 from megatron_autorecompute.planner.search.step import CHUNKS, StepSearch
 
 _PLANS = 4000
@@ -45,7 +44,7 @@ class Proof:
         """All plans of a stage with which a step may be shorter; None where they are too many."""
         search, weights = self.search, self.master.best_weights
         more = (search.best_ps - self.master.bound) * (1 + 1e-6) + 2
-        found = search.stages[stage].listed(weights[:, stage], more, Effort(width=_PLANS))
+        found = search.stages[stage].listed(weights[:, stage], more, _PLANS)
         if not found.whole:
             return None
         times = search.stages[stage].times(found.rows).reshape(-1, len(found.rows)).T

@@ -13,12 +13,11 @@ import numpy as np
 from megatron_autorecompute.planner.cost.stage_times import residual_times
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from megatron_autorecompute.planner.search.ahead import with_early
-from megatron_autorecompute.planner.search.evidence import proven
 from megatron_autorecompute.planner.search.manual import best_manual, fits
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.proof import Proof
 from megatron_autorecompute.planner.search.replay import Replay
-from megatron_autorecompute.planner.search.solution import Solution
+from megatron_autorecompute.planner.search.solution import Solution, proven
 from megatron_autorecompute.planner.search.stage_problem import Split, put_together
 from megatron_autorecompute.planner.search.step import StepSearch
 from megatron_autorecompute.policy import RecomputePolicy

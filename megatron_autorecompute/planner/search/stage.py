@@ -19,11 +19,8 @@ from hashlib import blake2b
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats
-from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment
-from megatron_autorecompute.planner.cost.peak_memory import StageBase, stage_peak
-from megatron_autorecompute.planner.cost.unit_costs import CostTable
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.search.chunk_plans import ChunkTable, Plans
 from megatron_autorecompute.planner.search.leanest import leanest
 from megatron_autorecompute.planner.search.shrunk import Less, shrunk
@@ -180,22 +177,19 @@ class Stage:
 
 
 def true_peak(
-    table: CostTable, chunks: Sequence[Chunk], base: StageBase, moments: Sequence[Moment]
+    costs: PolicyCosts, stage: int, moments: Sequence[Moment]
 ) -> Callable[[Split], int] | None:
     """A function for the peak of a stage's choices; None where its moments say it, because nothing
     runs side by side and no layer is a CUDA graph."""
-    if not table.profile.graphs_of_layers and not any(m.in_parts for m in moments):
+    if not costs.profile.graphs_of_layers and not any(m.in_parts for m in moments):
         return None
-    num_layers = table.profile.num_layers
 
     def peak_bytes(split: Split) -> int:
-        layers = [NONE] * num_layers
-        for chunk, policies in zip(chunks, split, strict=True):
+        layers = [NONE] * costs.profile.num_layers
+        for chunk, policies in zip(costs.layout.stages[stage], split, strict=True):
             for layer, choice in zip(chunk.layers, policies, strict=True):
                 layers[layer] = choice
-        policy = RecomputePolicy(tuple(layers))
-        columns = [ChunkColumns(chunk, table.chunk_units(chunk, policy)) for chunk in chunks]
-        return stage_peak(base, 0, columns, moments).bytes
+        return costs.peak_alone(stage, RecomputePolicy(tuple(layers))).bytes
 
     return peak_bytes
 

@@ -35,18 +35,12 @@ _AGAIN = 8
 """Plans that are taken over from a round."""
 _COARSE, _FINE = (40, 150), (500, 500)
 """Points of fronts of one chunk, and of several."""
+_WIDTH = 200
+"""Combinations that are kept of the chunks so far."""
+_FINALS = 24
+"""Combinations that are kept of the whole stage, unless they are to be listed in full."""
 _NEAR = 1e-4
 """A bound so near is good enough."""
-
-
-@dataclass(frozen=True, slots=True)
-class Effort:
-    """How many plans of a stage are listed."""
-
-    width: int = 200
-    """The combinations kept of the chunks so far."""
-    finals: int = 24
-    """The combinations kept of the whole stage, unless they are to be listed in full."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -223,29 +217,29 @@ class StagePlans:
 
     # --- the plans of the least weighted time -----------------------------------------------------
 
-    def listed(self, weights: Floats, more: float = 0.0, effort: Effort | None = None) -> Listed:
+    def listed(self, weights: Floats, more: float = 0.0, width: int = _WIDTH) -> Listed:
         """Plans of about the least weighted time, and a bound on that of all.
 
         Args:
             weights: how often each event counts, `[direction, chunk]`.
             more: by how much longer all that are listed may take; where tables are complete.
-            effort: how much is kept.
+            width: the combinations that are kept of the chunks so far.
         """
-        if more or effort:
-            return self._listed(weights, more, effort or Effort())
+        if more:
+            return self._listed(weights, more, width)
         scale = float(weights.max()) or 1.0
         key = (weights / scale).tobytes()
         if key not in self._known:
-            found = self._listed(weights, 0.0, Effort())
+            found = self._listed(weights, 0.0, _WIDTH)
             self._known[key] = replace(found, bound=found.bound / scale)
         return replace(self._known[key], bound=self._known[key].bound * scale)
 
-    def _listed(self, weights: Floats, more: float, effort: Effort) -> Listed:
+    def _listed(self, weights: Floats, more: float, width: int) -> Listed:
         price = self._priced(weights)
         if len(self.plans) == 1 and not self.plans[0].table.complete:
             paid = float(price @ self.room)
-            return self._again(weights, self.prices(weights, price)[0], paid, effort)
-        return self._summed(weights, price, more, effort)
+            return self._again(weights, self.prices(weights, price)[0], paid)
+        return self._summed(weights, price, more, width)
 
     def bound(self, weights: Floats) -> float:
         """What prices alone say that nothing that fits takes less than, without residual."""
@@ -261,7 +255,7 @@ class StagePlans:
         found: Floats = np.einsum("dcp,dc->p", self.times(rows).astype(np.float64), weights)
         return found
 
-    def _again(self, weights: Floats, prices: Floats, paid: float, effort: Effort) -> Listed:
+    def _again(self, weights: Floats, prices: Floats, paid: float) -> Listed:
         """Plans of the only chunk, built at the prices, wider each time until they are the best."""
         known = self.plans[0]
         units, fits = known.table.units, self.fits[0]
@@ -280,7 +274,7 @@ class StagePlans:
             bound = best if whole else max(bound, min(best, (pruned.left - paid) * (1 - SLACK)))
         fits = self.fits[0]
         own = self.weighted(weights, fits[:, None])
-        order = np.lexsort((self.peaks(fits[:, None]), own))[: effort.finals]
+        order = np.lexsort((self.peaks(fits[:, None]), own))[:_FINALS]
         return Listed(fits[order][:, None], min(bound, best), whole)
 
     def _best(self, weights: Floats) -> float:
@@ -298,16 +292,16 @@ class StagePlans:
         order = np.lexsort((walk.rows[fits, BACKWARD], time))[:_AGAIN]
         return [self.plans[0].add(walk.policies(int(row))) for row in fits[order]]
 
-    def _summed(self, weights: Floats, price: Floats, more: float, effort: Effort) -> Listed:
+    def _summed(self, weights: Floats, price: Floats, more: float, width: int) -> Listed:
         costs = [self.plans[c].rows[self.fits[c], :HELD] @ weights[:, c] for c in self.chunks]
-        rows, cut = self.cheapest(costs, price, more, effort)
+        rows, cut = self.cheapest(costs, price, more, width)
         best = float(self.weighted(weights, rows).min())
         if not all(known.table.complete for known in self.plans):
             return Listed(rows, min(best, self._base(weights, price)), False)
         return Listed(rows, min(best, cut), cut == np.inf)
 
     def cheapest(
-        self, costs: Sequence[Floats], price: Floats, more: float, effort: Effort
+        self, costs: Sequence[Floats], price: Floats, more: float = 0.0, width: int = _WIDTH
     ) -> tuple[Ints, float]:
         """Plans that fit and cost the least, `[plan, chunk]`, and no more than is left out costs.
 
@@ -315,7 +309,7 @@ class StagePlans:
             costs: the costs of plans that may fit, by chunk.
             price: the price of a byte at each moment, which tells where bytes are short.
             more: by how much more all that are listed may cost.
-            effort: how many are kept.
+            width: the combinations that are kept of the chunks so far.
         """
         rows, cut = np.array([self.lean]), np.inf
         best = before = float(self._cost(costs, rows).min())
@@ -326,20 +320,20 @@ class StagePlans:
         ]
         spare = [own - own.min() for own in priced]
         base = sum(float(own.min()) for own in priced) - float(price @ self.room)
-        for points, width in ((_COARSE, effort.width // 8), *[(_FINE, effort.width)] * 3):
+        for points, kept in ((_COARSE, width // 8), *[(_FINE, width)] * 3):
             most = best + more + SLACK * (abs(best) + float(price @ self.room))
             picks = [np.flatnonzero(own <= most - base) for own in spare]
             sums = _Sums(self, costs, price, picks, points)
-            found, cut = sums.within(most, width)
+            found, cut = sums.within(most, kept)
             if not len(found):
                 cut = np.inf
                 break
             rows, before = found, best
             best = min(best, float(self._cost(costs, rows).min()))
-            if width == effort.width and (cut == np.inf or best >= before * (1 - SLACK)):
+            if kept == width and (cut == np.inf or best >= before * (1 - SLACK)):
                 break
         order = np.lexsort((self.peaks(rows), self._cost(costs, rows)))
-        return rows[order if more else order[: effort.finals]], cut
+        return rows[order if more else order[:_FINALS]], cut
 
     def _cost(self, costs: Sequence[Floats], rows: Ints) -> Floats:
         """The cost of whole plans."""

@@ -23,7 +23,7 @@ from megatron_autorecompute.planner.search.chunk_plans import SLACK
 from megatron_autorecompute.planner.search.master import Master
 from megatron_autorecompute.planner.search.replay import Replay
 from megatron_autorecompute.planner.search.stage import Stage, ascending
-from megatron_autorecompute.planner.search.stage_plans import Effort, StagePlans
+from megatron_autorecompute.planner.search.stage_plans import StagePlans
 from megatron_autorecompute.planner.search.stage_problem import HELD, Split
 
 Chosen = list[tuple[int, ...]]
@@ -48,7 +48,8 @@ _SLOPES = (2.0, 16.0)
 """The slopes of weights that rise from chunk to chunk. Without them an interleaved step was 0.8%
 longer."""
 _EXCHANGED = 64
-"""Exchanges of two chunks that are tried at once."""
+"""Exchanges of two chunks that are tried at once. Without exchanges 2 of 16 interleaved steps are
+longer, one by 0.1%."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ class StepSearch:
             over = own + self.replay.residual[:, stage, c] - target[:, c]
             far = np.maximum(over, 0).sum(axis=1) + 0.02 * own.sum(axis=1)
             costs.append(own @ weights[:, stage, c] + mean * far)
-        rows, _ = tight.cheapest(costs, price, 0.0, Effort())
+        rows, _ = tight.cheapest(costs, price)
         return np.array(self.put(stage, rows), np.int64).reshape(-1, len(costs))
 
     def _by_nearness(self, stage: int) -> Ints:

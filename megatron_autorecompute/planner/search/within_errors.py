@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_autorecompute.planner.cost.step_interval import COVERAGE, StepErrors
-from megatron_autorecompute.planner.search.evidence import instead
 from megatron_autorecompute.planner.search.manual import ManualStrategy
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.solution import Solution
+from megatron_autorecompute.planner.search.solution import Solution, instead
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.work_order import contains
 
