@@ -39,8 +39,6 @@ _DEAD = {"core_attn": ("context",), "mlp": ("fc2",), "moe": ("experts_fc2", "com
 """What each module also reruns with `rerun_all`."""
 _DEAD_IN_FULL = frozenset({"fc2", "experts_fc2", "combine"})
 """What full does not rerun. It reruns the context, because the linear after it reads that."""
-_KEPT = {"core_attn": ("core_attn", "context"), "dispatch": ("dispatch",)}
-"""What is not rerun where each part is kept."""
 GAP_MS = 1e-6
 """The least time, in ms, by which a choice takes longer than one whose work it contains. It is far
 below the resolution of any clock, and enough for a planner to prefer the choice with less work."""
@@ -93,7 +91,7 @@ def _full_contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
 def _left_out(full: LayerPolicy) -> frozenset[str]:
     """What a layer at full does not rerun."""
     dead: frozenset[str] = frozenset() if full.rerun_all or full.inner else _DEAD_IN_FULL
-    return dead.union(*(_KEPT.get(part, (part,)) for part in full.keep))
+    return dead.union(full.keep)
 
 
 def reruns(choice: LayerPolicy) -> frozenset[str]:
@@ -101,7 +99,7 @@ def reruns(choice: LayerPolicy) -> frozenset[str]:
     found = set(itertools.chain.from_iterable(_WORK.get(m, (m,)) for m in choice.modules))
     if choice.rerun_all or choice.offload:
         found.update(*(_DEAD.get(module, ()) for module in choice.modules))
-    return frozenset(found).difference(*(_KEPT.get(part, (part,)) for part in choice.keep))
+    return frozenset(found).difference(choice.keep)
 
 
 def ordered_ms(

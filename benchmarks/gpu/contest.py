@@ -6,7 +6,7 @@ Used by every part that trains in this process. Budgets are bytes that torch may
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.cases import Case, built
-from megatron_autorecompute.compat import model_layers, stage_layout
+from megatron_autorecompute.compat import model_layers, rules, stage_layout
+from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
@@ -24,6 +25,7 @@ from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Model, Parallelism, Profile
 from megatron_autorecompute.report.recorded import recorded_step
+from megatron_autorecompute.runtime import layer_checkpoints
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import ModelShard, choices
@@ -36,6 +38,26 @@ HISTORY = 1_000_000
 """Events of the allocator that torch keeps; a step has some thousand for each layer."""
 FRAGMENTS = 0.01
 """Of the budget: what a plan gives back after running out of memory below its predicted peak."""
+
+OWN = (
+    *("full+keep[core_attn]", "full+keep[dispatch]", "selective[moe]+keep[dispatch]"),
+    *("selective[experts]", "selective[mlp_act]", "selective[qkv]"),
+)
+"""Every part and module that Megatron's checkpoints lack; plans measure some only if asked."""
+
+
+def own_choices(layers: Sequence[torch.nn.Module]) -> list[LayerPolicy]:
+    """The choices of `OWN` that all the layers have and can run."""
+    every = map(LayerPolicy.parse, OWN)
+    return [choice for choice in every if all(_can_run(layer, choice) for layer in layers)]
+
+
+def _can_run(layer: Any, choice: LayerPolicy) -> bool:
+    try:
+        lacks = any(layer_checkpoints.idle_in(layer, choice, 0))
+    except PolicyError:
+        return False
+    return not lacks and rules.is_allowed(layer.config, choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +99,7 @@ class Contest:
         """What all layers have, and, where ours reruns less, the same as Megatron reruns it."""
         layers = [layer for layer, _ in model_layers.numbered_layers(self.job.chunks)]
         shared = [c for c in choices(layers[0]) if all(c in choices(layer) for layer in layers)]
+        shared += own_choices(layers)
         whole = [choice.as_megatron for choice in shared if not choice.own]
         return list(dict.fromkeys([*shared, *whole]))
 

@@ -48,8 +48,11 @@ SWITCH_OF_ALL = "fine_grained_activation_offloading"
 """A config's switch: with it a model's forward and schedules tell the manager of microbatches."""
 
 
-def check_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
-    """Raise PolicyError for offload that Megatron accepts but runs wrongly or without effect."""
+def check_rules(config: TransformerConfig, choice: LayerPolicy, where: str) -> None:
+    """Raise PolicyError for offload that Megatron accepts but runs wrongly or without effect.
+
+    where: the choice and its layer, for the message.
+    """
     if not choice.offload:
         return
     own = megatron_fields.offload_of(config)
@@ -80,7 +83,7 @@ def check_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
     ]
     for broken, reason in rules:
         if broken:
-            raise PolicyError(f"{choice} cannot be used with this model: {reason}.")
+            raise PolicyError(f"{where} cannot be used with this model: {reason}.")
 
 
 def check_can_run(policy: RecomputePolicy) -> None:

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -45,17 +45,27 @@ def check_allowed(config: TransformerConfig, policy: RecomputePolicy) -> None:
     Megatron checks them only when `recompute_granularity` is set, which it is not under a policy.
 
     Raises:
-        PolicyError: an unknown module, or Megatron's own reason against a choice.
+        PolicyError: an unknown module, or Megatron's own reason against a choice, with the first
+            layer that has it.
     """
+    check_layers(config, enumerate(policy.layers))
+
+
+def check_layers(config: TransformerConfig, layers: Iterable[tuple[int, LayerPolicy]]) -> None:
+    """`check_allowed` for layers with their indices."""
     versions.installed()
-    for choice in dict.fromkeys(policy.layers):
-        check_known(choice)
-        _check_own_rules(config, choice)
-        offload_modules.check_rules(config, choice)
+    first = dict[LayerPolicy, int]()
+    for index, choice in layers:
+        first.setdefault(choice, index)
+    for choice, index in first.items():
+        where = f"{choice} on layer {index}"
+        check_known(choice, where)
+        _check_own_rules(config, choice, where)
+        offload_modules.check_rules(config, choice, where)
         reason = refusal(config, choice)
         if reason is not None and reason != refusal(config, LayerPolicy()):
             raise PolicyError(
-                f"Megatron-Core {versions.installed()} refuses {choice} here: {reason}"
+                f"Megatron-Core {versions.installed()} refuses {where} here: {reason}"
             )
 
 
@@ -68,19 +78,22 @@ def is_allowed(config: TransformerConfig, choice: LayerPolicy) -> bool:
     return True
 
 
-def check_known(choice: LayerPolicy) -> None:
-    """Raise PolicyError for modules that the installed Megatron, or this package, does not know."""
+def check_known(choice: LayerPolicy, where: str) -> None:
+    """Raise PolicyError for modules that the installed Megatron, or this package, does not know.
+
+    where: the choice and its layer, for the message.
+    """
     unknown = [m for m in choice.modules if m not in (*OWN_MODULES, *allowed_modules())]
     if unknown:
         raise PolicyError(
-            f"Unknown module {', '.join(unknown)} in {choice}: megatron-core "
+            f"Unknown module {', '.join(unknown)} in {where}: megatron-core "
             f"{versions.installed()} has {', '.join(allowed_modules())}; this package adds "
             f"{', '.join(OWN_MODULES)}."
         )
     unknown = [part for part in choice.keep if part not in layer_parts.KEEPS]
     if unknown:
         raise PolicyError(
-            f"Unknown part {', '.join(unknown)} to keep in {choice}: there are "
+            f"Unknown part {', '.join(unknown)} to keep in {where}: there are "
             f"{', '.join(layer_parts.KEEPS)}."
         )
     offloaded = {*allowed_offload_modules(), WHOLE_LAYER} if choice.offload else ()
@@ -88,12 +101,12 @@ def check_known(choice: LayerPolicy) -> None:
     unknown = [module for module in choice.offload if module not in known]
     if unknown:
         raise PolicyError(
-            f"Unknown module {', '.join(unknown)} to offload in {choice}: megatron-core "
+            f"Unknown module {', '.join(unknown)} to offload in {where}: megatron-core "
             f"{versions.installed()} has {', '.join(sorted(known))}."
         )
 
 
-def _check_own_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
+def _check_own_rules(config: TransformerConfig, choice: LayerPolicy, where: str) -> None:
     """Raise PolicyError for what Megatron accepts but runs wrongly, and for what we cannot add."""
     own = [module for module in choice.modules if module in OWN_MODULES]
     inside = {m: outer for outer in choice.modules for m in RERUN_WITH.get(outer, ())}
@@ -122,7 +135,7 @@ def _check_own_rules(config: TransformerConfig, choice: LayerPolicy) -> None:
     ]
     for broken, reason in rules:
         if broken:
-            raise PolicyError(f"{choice} cannot be used with this model: {reason}.")
+            raise PolicyError(f"{where} cannot be used with this model: {reason}.")
 
 
 def refusal(config: TransformerConfig, choice: LayerPolicy) -> str | None:

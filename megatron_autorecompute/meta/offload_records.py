@@ -39,7 +39,7 @@ def checked(sets: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
     know."""
     choices = [LayerPolicy(offload=tuple(modules)) for modules in sets]
     for choice in choices:
-        rules.check_known(choice)
+        rules.check_known(choice, str(choice))
     return [choice.offload for choice in choices]
 
 

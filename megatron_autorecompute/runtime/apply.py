@@ -13,7 +13,7 @@ import copy
 import functools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -313,16 +313,15 @@ class _Sites:
             blocks=self.named,
         )
 
-    def _policy_of(self, config: Any, policy: RecomputePolicy) -> RecomputePolicy:
-        """The choices of the layers that are built from a config, each once: a tower has its own
-        config."""
+    def _layers_of(self, config: Any, policy: RecomputePolicy) -> Iterator[tuple[int, LayerPolicy]]:
+        """The layers that are built from a config, with their indices: a tower has its own."""
         cut = self.encoder_layers
         has_first = any(index < cut for indices in self.indices for index in indices)
-        if not cut or (len(self.configs) == 1 and has_first):
-            return policy
+        one = not cut or (len(self.configs) == 1 and has_first)
         first = has_first and config is self.configs[0]
-        own = dict.fromkeys(policy.layers[:cut] if first else policy.layers[cut:])
-        return RecomputePolicy(tuple(choice for choice in own for _ in range(choice.group)))
+        for index, choice in enumerate(policy.layers):
+            if one or first == (index < cut):
+                yield index, choice
 
     def check(self, policy: RecomputePolicy, new: bool = False) -> None:
         """Raise PolicyError or ApplyError if `policy` cannot run here."""
@@ -343,7 +342,7 @@ class _Sites:
                     "recompute settings as well as a policy: leave them out. As a policy they are "
                     f"{rules.own_recompute(config)!r}."
                 )
-            rules.check_allowed(config, self._policy_of(config, policy))
+            rules.check_layers(config, self._layers_of(config, policy))
         rules.check_compiler(policy)
         offload_modules.check_can_run(policy)
         self._check_families(policy)

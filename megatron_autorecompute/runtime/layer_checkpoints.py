@@ -79,7 +79,7 @@ def idle_in(layer: Layer, choice: LayerPolicy, index: int) -> Iterator[str]:
             continue
         why = next(filter(None, (layer_parts.why_not_part(one, name) for one in nested)), None)
         if why is not None:
-            raise PolicyError(f"{name} of {choice} on layer {index}: {why}. Choose another one.")
+            raise PolicyError(f"{name} of {choice} on layer {index}: {why}.")
         yield name
     for module in choice.modules:
         if module not in OWN_MODULES and not layer_modules.flags(layer, module):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import cases, children, page, parts, processes, published, run, stages
-from benchmarks.gpu.contest import Contest
+from benchmarks.gpu.contest import OWN, Contest
 from benchmarks.gpu.mixes import random_policies
 from benchmarks.gpu.results import (
     BenchmarkError,
@@ -379,6 +379,23 @@ def test_making_pages_asks_for_a_file(capsys):
     with pytest.raises(SystemExit, match="2"):
         list(page.main([]))
     assert "results" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("case", "lacks"),
+    [
+        (
+            cases.DENSE,
+            ["full+keep[dispatch]", "selective[experts]", "selective[moe]+keep[dispatch]"],
+        ),
+        (cases.MOE, ["selective[mlp_act]"]),
+        (cases.MLA, ["full+keep[dispatch]", "selective[experts]", "selective[moe]+keep[dispatch]"]),
+    ],
+)
+def test_every_part_and_module_that_megatron_lacks_is_measured_where_layers_have_it(case, lacks):
+    with cases.started():
+        measured = {*map(str, Contest(case.sized(True)).choices())}
+    assert {*OWN} - measured == {*lacks}
 
 
 def test_stages_of_a_pipeline_run_alone_and_make_a_step(results):

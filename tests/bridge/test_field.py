@@ -129,7 +129,7 @@ def test_auto_with_expert_parallel_overlap_is_refused_before_anything_is_built(c
 def test_a_policy_that_cuda_graphs_exclude_is_refused_in_megatrons_words(cfg):
     megatron_bridge.set_policy(cfg.model, MIX)
     cfg.model.cuda_graph_impl = "transformer_engine"
-    with pytest.raises(PolicyError, match=r"refuses full here: .*[Ff]ull.*CUDA"):
+    with pytest.raises(PolicyError, match=r"refuses full on layer 0 here: .*[Ff]ull.*CUDA"):
         cfg.model.finalize()
 
 

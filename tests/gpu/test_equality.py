@@ -7,7 +7,7 @@ from importlib import util
 import pytest
 
 from benchmarks.gpu.models import LOCAL, TE, gated_delta_net, small, trained
-from megatron_autorecompute.compat import stage_layout
+from megatron_autorecompute.compat import model_layers, stage_layout
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.runtime.model_shard import ModelShard
 
@@ -22,10 +22,13 @@ MODELS = [
 def policies(case, mixes=6):
     """Every choice that all layers have, on all of them; then random mixes, groups among them."""
     from benchmarks.gpu.cases import built
+    from benchmarks.gpu.contest import own_choices
 
     job = built(case)
     found = ModelShard(job.chunks).own_kinds
     choices = [c for c in found[0].choices if all(c in kind.choices for kind in found)]
+    layers = [layer for layer, _ in model_layers.numbered_layers(job.chunks)]
+    choices = list(dict.fromkeys([*choices, *own_choices(layers)]))
     num_layers = stage_layout.num_policy_layers(job.config)
     uniform = [RecomputePolicy((choice,) * num_layers) for choice in choices]
     chance = random.Random(1)

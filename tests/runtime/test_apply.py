@@ -410,9 +410,18 @@ FROZEN_POLICIES = {
         "selective[mlp]",
         "selective[core_attn+layernorm+mlp]",
         "selective[mlp]*2,full/2*2",
+        "full+keep[core_attn]",
+        "selective[mlp_act+qkv]",
     ],
-    "moe": ["full", "selective[moe]", "selective[shared_experts]", "selective[layernorm]"],
-    "mla": ["full", "selective[mla_up_proj]", "selective[core_attn+mla_up_proj]"],
+    "moe": [
+        *("full", "selective[moe]", "selective[shared_experts]", "selective[layernorm]"),
+        *("full+keep[core_attn+dispatch]", "selective[moe]+keep[dispatch]"),
+        "selective[experts+qkv]",
+    ],
+    "mla": [
+        *("full", "selective[mla_up_proj]", "selective[core_attn+mla_up_proj]"),
+        *("full+keep[core_attn]", "selective[mlp_act+qkv]"),
+    ],
 }
 
 
@@ -922,25 +931,71 @@ class BlockOfMain:
 """
 
 
-def test_a_module_of_whole_blocks_is_refused_with_what_to_do(monkeypatch, tmp_path):
-    """Megatron main's mhc, whose flag is the block's (transformer_block.py)."""
+def module_of_main(name, source, modules, monkeypatch, tmp_path):
+    """A file of Megatron's main as a module, and its `recompute_modules` allowed."""
     from megatron_autorecompute.compat import layer_modules, rules
-    from megatron_autorecompute.runtime.apply import apply
 
-    names = (*layer_modules.allowed_modules(), "mhc")
+    names = (*layer_modules.allowed_modules(), *modules)
     monkeypatch.setattr(layer_modules, "allowed_modules", lambda: names)
     monkeypatch.setattr(rules, "allowed_modules", lambda: names)
     monkeypatch.setattr(rules, "refusal", lambda *_: None)
-    (model,) = tiny_gpt(tiny_config())
-    file = tmp_path / "block_of_main.py"
-    file.write_text(BLOCK_OF_MAIN)
-    spec = importlib.util.spec_from_file_location("megatron.block_of_main", file)
+    file = tmp_path / f"{name}.py"
+    file.write_text(source)
+    spec = importlib.util.spec_from_file_location(f"megatron.{name}", file)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_a_module_of_whole_blocks_is_refused_with_what_to_do(monkeypatch, tmp_path):
+    """Megatron main's mhc, whose flag is the block's (transformer_block.py)."""
+    from megatron_autorecompute.runtime.apply import apply
+
+    (model,) = tiny_gpt(tiny_config())
+    module = module_of_main("block_of_main", BLOCK_OF_MAIN, ["mhc"], monkeypatch, tmp_path)
     kind = type("Block", (type(model.decoder), module.BlockOfMain), {})
     model.decoder.__class__ = kind
     with pytest.raises(PolicyError, match=r"mhc of selective\[mhc\] on layer 2: .*of a Block or"):
         apply("none*2,selective[mhc]*1,none*1", model)
     with apply("selective[core_attn]", model):
         pass
+
+
+MIXER_OF_MAIN = """
+import torch
+
+
+class GatedDeltaProduct(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.recompute_in_proj = (
+            config.recompute_granularity == "selective"
+            and "gdp_in_proj" in config.recompute_modules
+        )
+        self.recompute_qkv: bool = (
+            self.config.recompute_granularity == "selective"
+            and "gdp_qkv" in self.config.recompute_modules
+        )
+"""
+
+
+def test_modules_of_main_are_set_by_the_flags_in_its_sources(monkeypatch, tmp_path):
+    """Megatron main's gdp_in_proj and gdp_qkv, the second of which is declared with a type."""
+    from megatron_autorecompute.runtime.apply import apply
+
+    names = ["gdp_in_proj", "gdp_qkv"]
+    main = module_of_main("mixer_of_main", MIXER_OF_MAIN, names, monkeypatch, tmp_path)
+    (model,) = tiny_gpt(tiny_config())
+    for layer in model.decoder.layers:
+        layer.gdp = main.GatedDeltaProduct(layer.config)
+    mixers = [layer.gdp for layer in model.decoder.layers]
+
+    def flags():
+        return [(each.recompute_in_proj, each.recompute_qkv) for each in mixers]
+
+    text = "none*1,selective[gdp_in_proj]*1,selective[gdp_qkv]*1,selective[gdp_in_proj+gdp_qkv]*1"
+    with apply(text, model):
+        assert flags() == [(False, False), (True, False), (False, True), (True, True)]
+    assert flags() == [(False, False)] * 4

@@ -187,7 +187,10 @@ DENSE = ("core_attn", "layernorm", "mlp", "mlp_act", "qkv")
 MOE = ("core_attn", "layernorm", "mlp", "moe", "shared_experts", "experts", "qkv")
 MODELS = {
     "dense": (DENSE, {}),
-    "dense with linear biases": (DENSE, {"add_bias_linear": True}),
+    "dense with linear biases and grouped queries": (
+        DENSE,
+        {"add_bias_linear": True, "num_query_groups": 2},
+    ),
     "dense in bf16": (DENSE, {"bf16": True}),
     "dense with two prediction depths": (DENSE, {"mtp_num_layers": 2}),
     "MoE": (MOE, {"kind": "moe", **SHARED_EXPERTS}),
@@ -341,9 +344,13 @@ def test_two_pipeline_stages_change_no_bit():
     assert_equal_in_ranks("dense", PP2, policies_for(DENSE, seed=3, chunk=2, chunks=2))
 
 
-def test_two_chunks_on_each_of_two_stages_change_no_bit():
-    policies = policies_for(DENSE, seed=4, chunk=2, chunks=4)
-    assert_equal_in_ranks("dense", VPP2, policies, {"num_layers": 8})
+@pytest.mark.parametrize(
+    ("kind", "modules", "fields"),
+    [("dense", DENSE, {}), ("mla", (*DENSE, "mla_up_proj"), {"normalization": "LayerNorm"})],
+)
+def test_two_chunks_on_each_of_two_stages_change_no_bit(kind, modules, fields):
+    policies = policies_for(modules, seed=4, chunk=2, chunks=4)
+    assert_equal_in_ranks(kind, VPP2, policies, {"num_layers": 8, **fields})
 
 
 def test_tensor_and_pipeline_parallel_ranks_change_no_bit():

@@ -6,6 +6,7 @@ import gc
 import importlib
 import itertools
 import pickle
+import re
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -120,6 +121,55 @@ def test_each_choice_reruns_exactly_the_products_that_it_names(gated, ffn):
         flops, result = step_of(model, text)
         assert flops - plain == LAYERS * sum(cost[name] for name in rerun), text
         assert result.same_bits(reference), text
+
+
+EXPERTS, TOPK, EXPERT_FFN = 4, 2, 64  # of the tiny model
+TO_EXPERTS, BACK = 2, 1
+"""Exchanges of an expert-parallel layer's forward: of tokens and their weights, and of results."""
+RERUN_OF_MOE = {
+    "full+all": ({*ALL, "router"}, TO_EXPERTS + BACK),
+    "full": ({*ALL, "router"} - {"fc2"}, TO_EXPERTS),
+    "full+keep[dispatch]": ({*ALL, "router"} - {"fc2"}, 0),
+    "full+keep[core_attn+dispatch]": ({"qkv", "proj", "router", "fc1"}, 0),
+    "selective[moe]+all": ({"router", "fc1", "fc2"}, TO_EXPERTS + BACK),
+    "selective[moe]": ({"router", "fc1"}, TO_EXPERTS),
+    "selective[moe]+keep[dispatch]": ({"router", "fc1"}, 0),
+    "selective[experts]": ({"fc1"}, 0),
+}
+
+
+def test_each_choice_of_experts_reruns_exactly_the_products_and_exchanges_that_it_names():
+    ranks = run_ranks(steps_of_experts, 2, timeout_s=120)
+    cost = products(EXPERT_FFN * TOPK, gated=True) | {"router": 2 * TOKENS * HIDDEN * EXPERTS}
+    plain = sum(rank["none"][0] for rank in ranks)
+    for text, (rerun, exchanges) in {"none": ((), 0), **RERUN_OF_MOE}.items():
+        flops, exchanged, same_bits = zip(*(rank[text] for rank in ranks), strict=True)
+        more = len(ranks) * LAYERS * sum(cost[name] for name in rerun)
+        assert sum(flops) - plain == more, text  # one rank's experts may get more tokens
+        forward_and_backward = 2 * (TO_EXPERTS + BACK)
+        assert {*exchanged} == {LAYERS * (forward_and_backward + exchanges)}, text
+        assert all(same_bits), text
+
+
+def steps_of_experts():
+    """(FLOPs, exchanges between ranks, whether bits are those of none) of a step by choice."""
+    start_parallel(expert_model_parallel_size=2)
+    model = model_of(kind="moe", dropout=0.0, expert_model_parallel_size=2)
+    exchange, calls, steps = torch.distributed.all_to_all_single, [], {}
+
+    def counted(*args, **options):
+        calls.append(1)
+        return exchange(*args, **options)
+
+    torch.distributed.all_to_all_single = counted
+    for text in ("none", *RERUN_OF_MOE):
+        before = len(calls)
+        flops, result = step_of(model, text)
+        steps[text] = flops, len(calls) - before, result
+    reference = steps["none"][-1]
+    return {
+        text: (*counts, result.same_bits(reference)) for text, (*counts, result) in steps.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -598,6 +648,57 @@ def packed_gradients(model):
     return [parameter.grad for parameter in model.parameters()]
 
 
+class AttentionAcrossRanks(torch.nn.Module):
+    """Attends to the keys and values of all context-parallel ranks, the sequence cut in order."""
+
+    runs = 0
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, query, *others, **_):
+        from megatron.core import parallel_state
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        AttentionAcrossRanks.runs += 1
+        group, length = parallel_state.get_context_parallel_group(), len(query)
+        gathered = [gather_from_sequence_parallel_region(x, group=group) for x in others[:2]]
+        seen = torch.ones(length, len(gathered[0]), dtype=torch.bool).tril(group.rank() * length)
+        heads = [x.permute(1, 2, 0, 3) for x in (query, *gathered)]
+        context = torch.nn.functional.scaled_dot_product_attention(*heads, attn_mask=seen)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
+RUNS_UNDER_CONTEXT_PARALLELISM = {
+    "none": 1,
+    "full": 2,
+    "full/2+keep[core_attn]": 1,
+    "selective[qkv]": 1,
+    "selective[core_attn+qkv]": 2,
+    "selective[mlp_act]": 1,
+}
+
+
+def test_an_attention_across_context_parallel_ranks_keeps_its_bits_and_a_kept_one_runs_once():
+    expected = {
+        text: (LAYERS * runs, True) for text, runs in RUNS_UNDER_CONTEXT_PARALLELISM.items()
+    }
+    assert run_ranks(across_ranks, 2, timeout_s=120) == [expected, expected]
+
+
+def across_ranks():
+    start_parallel(context_parallel_size=2)
+    model = model_of(dropout=0.0, attention=AttentionAcrossRanks)
+    _, reference = step_of(model, "none")
+    found = {}
+    for text in RUNS_UNDER_CONTEXT_PARALLELISM:
+        before = AttentionAcrossRanks.runs
+        _, result = step_of(model, text)
+        found[text] = AttentionAcrossRanks.runs - before, result.same_bits(reference)
+    return found
+
+
 class _Fused:
     """In the place of Apex's kernels, which add a weight's gradient to main_grad in the product."""
 
@@ -809,14 +910,23 @@ def test_what_others_have_put_around_ours_stays():
         (
             "full+keep[mlp]",
             {},
-            r"Unknown part mlp to keep in full\+keep\[mlp\]: there are",
+            r"Unknown part mlp to keep in full\+keep\[mlp\] on layer 0: there are",
         ),
         (
             "full+keep[core_attn]*1,none*2,none+offload[core_attn]*1",
             {},
             r"full\+keep\[core_attn\] on layer 0, in a policy that offloads",
         ),
-        ("selective[mlp+mlp_act]", {}, "mlp contains mlp_act, leave one of them out"),
+        (
+            "none*2,selective[mlp+mlp_act]*2",
+            {},
+            r"selective\[mlp\+mlp_act\] on layer 2 .*: mlp contains mlp_act, leave one of them out",
+        ),
+        (
+            "none*1,selective[experts]*3",
+            {"kind": "moe", "moe_router_force_load_balancing": True},
+            r"^experts of selective\[experts\] on layer 1: \w+ [^.]+\.$",
+        ),
         (
             "full+keep[dispatch]",
             {"kind": "moe", "moe_router_force_load_balancing": True},
@@ -827,6 +937,17 @@ def test_what_others_have_put_around_ours_stays():
 def test_what_cannot_run_is_refused_with_its_reason(text, fields, message):
     with pytest.raises(PolicyError, match=message):
         applied(text, model_of(**fields))
+
+
+def test_a_config_refuses_a_kept_part_in_one_sentence_with_layer_and_reason():
+    model = model_of()
+    model.config.cuda_graph_impl = "local"
+    said = (
+        "full+keep[core_attn] on layer 1 cannot be used with this model: "
+        "CUDA graphs fix what a recompute runs when they are captured."
+    )
+    with pytest.raises(PolicyError, match=f"^{re.escape(said)}$"):
+        applied("none*1,full+keep[core_attn]*3", model)
 
 
 def test_a_kept_part_that_layers_lack_is_said_once(caplog):

@@ -10,12 +10,13 @@ from megatron_autorecompute.block_names import as_megatrons, parts_of_field
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.policy import (
     FULL,
+    OWN_MODULES,
     LayerPolicy,
     MegatronStrategy,
     RecomputePolicy,
 )
 
-MODULES = st.sampled_from(["core_attn", "layernorm", "mlp", "moe", "moe_act", "mla_up_proj"])
+MODULES = st.sampled_from(["core_attn", "layernorm", "mlp", "moe", "mla_up_proj", *OWN_MODULES])
 OFFLOAD = st.lists(st.sampled_from(["core_attn", "attn_proj", "expert_fc1"]), max_size=3).map(tuple)
 CHOICES = st.one_of(
     st.builds(LayerPolicy, offload=OFFLOAD),
@@ -27,12 +28,30 @@ CHOICES = st.one_of(
     ),
     st.builds(
         LayerPolicy,
+        st.just("selective"),
+        st.lists(MODULES, min_size=1, max_size=4).map(tuple),
+        rerun_all=st.booleans(),
+    ),
+    st.builds(
+        LayerPolicy,
+        st.just("selective"),
+        st.lists(MODULES, max_size=3).map(lambda modules: ("moe", *modules)),
+        keep=st.just(("dispatch",)),
+    ),
+    st.builds(
+        LayerPolicy,
         st.just("full"),
         group=st.integers(1, 5),
-        keep=st.sampled_from([(), ("core_attn",)]),
+        keep=st.lists(st.sampled_from(["core_attn", "dispatch"])).map(tuple),
         ahead=st.booleans(),
     ),
-    st.builds(LayerPolicy, st.just("full"), rerun_all=st.booleans(), ahead=st.booleans()),
+    st.builds(
+        LayerPolicy,
+        st.just("full"),
+        group=st.integers(1, 5),
+        rerun_all=st.booleans(),
+        ahead=st.booleans(),
+    ),
     st.builds(LayerPolicy, st.sampled_from(["inner", "full"]), inner=st.integers(1, 5)),
 )
 
