@@ -341,6 +341,15 @@ def test_half_a_file_or_another_one_is_refused(tmp_path, content, message):
         RecomputePolicy.parse(f"@{path}", num_layers=2)
 
 
+def test_what_is_no_choice_of_a_layer_is_refused():
+    with pytest.raises(PolicyError, match=r"'full' is no LayerPolicy.*from_config"):
+        RecomputePolicy(["full"])
+    with pytest.raises(PolicyError, match="modules is the text 'core_attn': write"):
+        LayerPolicy("selective", modules="core_attn")
+    with pytest.raises(PolicyError, match="for -1 layers"):
+        RecomputePolicy.parse("full", num_layers=-1)
+
+
 def test_what_is_no_file_or_has_no_end_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron_autorecompute.json_records.MOST_BYTES", 1 << 20)
     large = tmp_path / "large"
