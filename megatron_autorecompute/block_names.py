@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import PolicyError
 
 DECODER = "decoder"
@@ -112,16 +113,18 @@ def read_file(path: str | Path) -> Any:
     """The text of a policy file, or what its JSON says.
 
     Raises:
-        PolicyError: it cannot be read.
+        PolicyError: it cannot be read, is no regular file, or is larger than
+            `json_records.MOST_BYTES`.
     """
     if not str(path):
         raise PolicyError("The policy @ names no file: write @FILE, such as @plan.json.")
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise PolicyError(f"Cannot read the policy file {path}: {error.strerror}.") from error
-    except UnicodeDecodeError as error:
-        raise PolicyError(f"The policy file {path} is no text: {error}.") from error
+        if Path(path).exists() and not Path(path).is_file():  # a device or FIFO may never end
+            raise ValueError("it is no regular file")
+        text = json_records.read_text(path)
+    except (OSError, ValueError) as error:
+        why = json_records.reason(error)
+        raise PolicyError(f"Cannot read the policy file {path}: {why}.") from error
     if not text.strip():
         raise PolicyError(f"The policy file {path} is empty.")
     if text.lstrip()[:1] not in ("{", "["):

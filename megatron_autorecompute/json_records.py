@@ -58,6 +58,11 @@ def from_json(
     Raises:
         ProfileError: a bad field, named by its path, or a schema_version above `major`.
     """
+    if not isinstance(text, str | bytes):
+        raise ProfileError(
+            f"{source} is {text!r:.80}, and JSON text was asked for. To read a file: "
+            f"{record_type.__name__}.load(path)."
+        )
     try:
         data = json.loads(text)
         if isinstance(data, dict) and field in data:
@@ -101,15 +106,15 @@ def read(path: str | Path, what: str) -> str:
     """The text of a file; raises ProfileError when it cannot be read."""
     try:
         return read_text(path)
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise ProfileError(
-            f"Cannot read {path}: {reason(error)}. Give the path of a {what} JSON file."
+            f"Cannot read {_named(path)}: {reason(error)}. Give the path of a {what} JSON file."
         ) from error
 
 
 def read_text(path: str | Path) -> str:
     """The text of a file; raises OSError or ValueError when it cannot be, or is too long."""
-    with open(path, "rb") as file:
+    with open(os.fspath(path), "rb") as file:  # no number: it would be a descriptor
         data = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise ValueError(f"it is larger than {MOST_BYTES >> 20} MiB")
@@ -117,6 +122,10 @@ def read_text(path: str | Path) -> str:
         return data.decode(UTF_8)
     except UnicodeDecodeError as error:
         raise ValueError("it is no UTF-8 text") from error
+
+
+def _named(path: str | Path) -> str:
+    return str(path) or repr("")
 
 
 def reason(error: Exception) -> str:
@@ -128,7 +137,7 @@ def has_fields(text: str, *names: str) -> bool:
     """Whether a text is a JSON object with fields of these names."""
     try:
         data = json.loads(text)
-    except (ValueError, RecursionError):
+    except (TypeError, ValueError, RecursionError):
         return False
     return isinstance(data, dict) and data.keys() >= set(names)
 
@@ -231,10 +240,10 @@ def _target(path: str | Path) -> Path | None:
 def _said_why(path: str | Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         # Not str(error) of an OSError: it names the temporary file.
         raise ProfileError(
-            f"Cannot write {str(path) or repr('')}: {reason(error)}. Give a writable path."
+            f"Cannot write {_named(path)}: {reason(error)}. Give a writable path."
         ) from error
 
 

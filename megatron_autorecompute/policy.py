@@ -143,11 +143,7 @@ class LayerPolicy:
                 f"{self.inner} inner layers with granularity {self.granularity!r} and group "
                 f"{self.group}: write inner/N or full+inner/N, N being 1 or more layers."
             )
-        for module in (*self.modules, *self.offload, *self.keep):
-            if not _MODULE.fullmatch(module):
-                meant = "+".join(_as_name(word) for word in module.split(","))
-                write = f" Write {meant}." if _MODULES.fullmatch(meant) else ""
-                raise PolicyError(f"{module!r} is not a module name such as core_attn.{write}")
+        self._check_names()
         if self.offload and self.granularity not in ("none", "selective"):
             raise PolicyError(
                 f"{self.granularity} with +offload[{'+'.join(self.offload)}]: under full recompute "
@@ -168,6 +164,16 @@ class LayerPolicy:
         object.__setattr__(self, "offload", tuple(sorted(set(self.offload))))
         object.__setattr__(self, "keep", tuple(sorted(set(self.keep))))
         object.__setattr__(self, "rerun_all", self.rerun_all and self.has_dead_work)
+
+    def _check_names(self) -> None:
+        for name in ("modules", "offload", "keep"):
+            if isinstance(text := getattr(self, name), str):
+                raise PolicyError(f"{name} is the text {text!r:.80}: write ({text!r:.80},).")
+        for module in (*self.modules, *self.offload, *self.keep):
+            if not _MODULE.fullmatch(module):
+                meant = "+".join(_as_name(word) for word in module.split(","))
+                write = f" Write {meant}." if _MODULES.fullmatch(meant) else ""
+                raise PolicyError(f"{module!r} is not a module name such as core_attn.{write}")
 
     def _check_keep(self) -> None:
         if not self.keep:
@@ -291,6 +297,12 @@ class RecomputePolicy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
+        for layer in self.layers:
+            if not isinstance(layer, LayerPolicy):
+                raise PolicyError(
+                    f"{layer!r:.80} is no LayerPolicy. To read texts: "
+                    "RecomputePolicy.from_config(texts, num_layers=…)."
+                )
         for run in self.runs():
             if run.count % run.policy.group:
                 raise PolicyError(
@@ -351,6 +363,8 @@ class RecomputePolicy:
             PolicyError: unreadable text, a count that does not match `num_layers`, or the name of a
                 block that the model does not have.
         """
+        if num_layers < 0:
+            raise PolicyError(f"A policy for {num_layers} layers: give 0 or more.")
         return cls.from_config(
             _text(text),
             num_layers=num_layers,

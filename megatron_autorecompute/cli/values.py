@@ -24,10 +24,10 @@ def number_of_gib(text: str) -> float:
 
 def budgets(text: str) -> tuple[int, ...]:
     """Bytes of every budget in a list of GiB such as `72` or `72,60.5`."""
-    values = tuple(number_of_gib(part) for part in text.split(","))
+    values = tuple(round(number_of_gib(part) * GIB) for part in text.split(","))
     if 0 in values:
-        raise ArgumentTypeError(f"{text!r}: a budget is more than 0 GiB")
-    return tuple(round(value * GIB) for value in values)
+        raise ArgumentTypeError(f"{text!r}: a budget is more than 0 GiB, a byte at least")
+    return values
 
 
 def sizes(text: str) -> tuple[int, ...]:

@@ -203,6 +203,7 @@ def run(settings: Settings, console: Console) -> Comparison:
         AutorecomputeError: a rank raised it; finished results are in the output folder.
     """
     check_length(read_text(Path(settings.text or __file__)), settings.shape)
+    new = [path for path in _with_parents(settings.output) if not path.exists()]
     folder = _folder(settings)
     _check_memory(settings.shape.pipeline_stages)
     comparison = Comparison(budget_bytes=None)
@@ -236,11 +237,18 @@ def run(settings: Settings, console: Console) -> Comparison:
         with suppress(AutorecomputeError):  # the first error is the one to tell
             write_report(comparison, folder)
         if isinstance(error, KeyboardInterrupt):
+            for path in new:
+                with suppress(OSError):  # it has what was finished
+                    path.rmdir()
             done = "what was finished is in the output folder"
             nothing = f"nothing was finished; {folder} is as it was"
             raise KeyboardInterrupt(f"{done if comparison.rows() else nothing}.") from None
         raise
     return comparison
+
+
+def _with_parents(folder: str | Path) -> tuple[Path, ...]:
+    return Path(folder), *Path(folder).parents
 
 
 def _folder(settings: Settings) -> Path:

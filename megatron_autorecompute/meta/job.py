@@ -406,7 +406,8 @@ def read_description(path: str | Path) -> Any:
         data = yaml.load(text, Loader)
     # The parser lets every error of its own out: of dates, of numbers, of the depth.
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        said = str(error).replace("<unicode string>", str(path))
+        reason = " ".join(said.split()) or type(error).__name__
         raise OptionError(f"Cannot read the job {path}: {reason:.300}.") from error
     if isinstance(data, dict) and "config" not in data and ("kinds" in data or "profile" in data):
         raise OptionError(

@@ -27,7 +27,7 @@ from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.step_interval import StepErrors, StepInterval
 from megatron_autorecompute.planner.search.manual import ManualStrategy, best_manual, may_offload
-from megatron_autorecompute.planner.search.offload import bought
+from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD, bought
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import (
     StageEvidence,
@@ -36,7 +36,10 @@ from megatron_autorecompute.planner.search.solution import (
 )
 from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.planner.search.stage_problem import EARLY
-from megatron_autorecompute.planner.search.within_errors import simpler_within_errors
+from megatron_autorecompute.planner.search.within_errors import (
+    simpler_within_errors,
+    without_gave_way,
+)
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Bytes, Choice, Profile, Version
 
@@ -214,7 +217,8 @@ def make_plan(
     Args:
         problem: with its budgets.
         megatron_flags: further flags that the plan needs, name to value.
-        notes: sentences about earlier searches.
+        notes: sentences about earlier searches, or the notes of a plan that this one replaces: what
+            they say of its solution is left out.
 
     Raises: as `solve`.
     """
@@ -236,8 +240,12 @@ def make_plan(
         allowed=None if problem.only is None else problem.only.texts(),
         best_manual=_result(manual) if manual else None,
         megatron_flags=dict(megatron_flags or {}),
-        notes=(*notes, *gave_way, *gains),
+        notes=(*_of_before(notes), *gave_way, *gains),
     )
+
+
+def _of_before(notes: Sequence[str]) -> list[str]:
+    return [note for note in without_gave_way(notes) if not note.startswith(WITH_OFFLOAD)]
 
 
 def plan_early_if_it_pays(problem: Problem, notes: Sequence[str] = ()) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -248,7 +249,7 @@ def _legend(policy: RecomputePolicy) -> Text:
 def _footer(plan: Plan, verbose: bool) -> Text:
     lines = [proof(plan)]
     lines += imbalance_lines(plan.profile, plan.imbalance_percentile)
-    lines += [f"Set {name} {value}" for name, value in plan.megatron_flags.items()]
+    lines += [f"Set {shlex.join((name, value))}" for name, value in plan.megatron_flags.items()]
     lines += [*plan.notes, *assumption_lines(plan.profile.assumptions, verbose)]
     return Text("\n".join(lines))
 

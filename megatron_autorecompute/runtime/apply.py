@@ -444,7 +444,8 @@ class _Sites:
 
 
 def _chunks(model: Any) -> list[torch.nn.Module]:
-    chunks: list[Any] = list(model) if isinstance(model, Sequence) else [model]
+    many = isinstance(model, Sequence) and not isinstance(model, str)
+    chunks: list[Any] = list(model) if many else [model]
     for chunk in chunks:
         if not isinstance(chunk, torch.nn.Module):
             raise PolicyError(

@@ -16,7 +16,6 @@ from megatron_autorecompute.planner.cost.lengths import profile_at
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.plan import Plan, make_plan, plan_early_if_it_pays
 from megatron_autorecompute.planner.search.problem import NO_LIMIT, Budget, Problem
-from megatron_autorecompute.planner.search.within_errors import without_gave_way
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile, with_missed_bytes
 from megatron_autorecompute.runtime.auto_options import (
@@ -360,7 +359,7 @@ class Decisions:
                 return None
             notes.append(f"step {step}: short of memory, so no recompute begins early any more")
         problem = self.problem(replace(plan.profile, stages=tuple(stages)), plan.budget_bytes)
-        return make_plan(problem, notes=without_gave_way(notes))
+        return make_plan(problem, notes=notes)
 
 
 def _tokens(profile: Profile) -> int:

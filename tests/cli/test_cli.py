@@ -369,6 +369,7 @@ def test_a_job_in_a_profiles_place_and_the_reverse_are_named_with_the_command_fo
         *(("plan", ["--budget-gib", n], "from 0 to") for n in ("-3", "inf", "1e400", "nan", "abc")),
         ("plan", ["--budget-gib", "1e12"], "from 0 to"),
         ("plan", ["--budget-gib", "0"], "more than 0 GiB"),
+        ("plan", ["--budget-gib", "1e-12"], "more than 0 GiB, a byte at least"),
         ("plan", ["--budget-gib", "30", "--search-micro-batch", "1,x"], "'x': give a whole number"),
         ("plan", ["--budget-gib", "30", "--search-micro-batch", "0"], "1 or more"),
         ("pareto", ["--points", "0"], "1 to 4096"),

@@ -315,3 +315,12 @@ def test_a_choice_whose_further_recompute_noise_hides_is_marked_as_a_tie(tmp_pat
 
     assert not marked(0.0)
     assert marked(0.3) == ["selective[mlp_act]"]
+
+
+def test_flags_of_a_plan_are_words_of_a_shell(tmp_path, capsys):
+    problem = Problem(
+        uniform_profile(4, NONE, FULL), Layout.from_flags(4, 1), Schedule(1, 1, 1), GIB
+    )
+    path = tmp_path / "plan.json"
+    make_plan(problem, megatron_flags={"--x;rm $(id)": "a|b"}).save(path)
+    assert "Set '--x;rm $(id)' 'a|b'" in out(["show", str(path)], capsys)

@@ -207,6 +207,7 @@ def test_a_file_that_is_no_plain_data_is_refused_in_one_line(tmp_path, text, sai
     with pytest.raises(OptionError) as caught:
         load_job(path)
     assert said in str(caught.value)
+    assert "<unicode string>" not in str(caught.value)
     assert len(str(caught.value)) < 1000
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import solve_speed
-from megatron_autorecompute.errors import InfeasibleError, PolicyError, ProfileError
+from megatron_autorecompute.errors import InfeasibleError, OptionError, PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.curve import pareto
@@ -420,3 +420,19 @@ def test_no_setting_of_megatrons_that_fits_has_a_faster_step(seed):
     for evidence in solution.evidence if solution else ():
         assert evidence.bound_ms <= evidence.objective_ms * (1 + 1e-12)
         assert evidence.peak_high_bytes <= budget
+
+
+@pytest.mark.parametrize(
+    "budget", [70e9, float("nan"), None, 10**30, "70GiB", True, [70e9], ["1"], b"1"]
+)
+def test_a_budget_that_is_no_whole_number_of_bytes_is_refused(budget):
+    profile, layout, schedule, _ = problem_of_many(4)
+    with pytest.raises(OptionError, match="is no whole number of bytes"):
+        Problem(profile, layout, schedule).at(budget)
+
+
+def test_solve_of_anything_else_than_a_problem_says_how_to_make_one():
+    profile, _, _, _ = problem_of_many(4)
+    for wrong in (profile, None):
+        with pytest.raises(OptionError, match=r"takes a Problem.*Problem\(profile, layout"):
+            solve(wrong)

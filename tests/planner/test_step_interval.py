@@ -16,8 +16,9 @@ from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.manual import best_manual
 from megatron_autorecompute.planner.search.neighbours import changed_at
 from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solution import instead
 from megatron_autorecompute.planner.search.solve import solve
-from megatron_autorecompute.planner.search.within_errors import without_gave_way
+from megatron_autorecompute.planner.search.within_errors import simpler_within_errors
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, StaticBytes
 from megatron_autorecompute.work_order import contains
@@ -147,7 +148,10 @@ def test_a_plan_that_is_best_only_inside_the_noise_gives_way_to_megatrons_own(tm
     assert sure.cost.step_ms < unsure.cost.step_ms == unsure.best_manual.step_ms
     assert unsure.best_manual.name in unsure.notes[0]
     assert sure.policy.format() in unsure.notes[0]
-    assert without_gave_way(["before", *unsure.notes]) == ["before"]
+    again = make_plan(unsure.problem(), notes=["before", *unsure.notes])
+    assert again.notes == ("before", *unsure.notes)
+    larger = make_plan(unsure.problem().at(2 * budget), notes=["before", *unsure.notes])
+    assert larger.notes == ("before",)
     assert sure.step_evidence.gap == 0 < unsure.step_evidence.gap
     assert sure.step_evidence.bound_ms == unsure.step_evidence.bound_ms
     unsure.save(tmp_path / "plan.json")
@@ -169,3 +173,20 @@ def test_less_recompute_is_faster_whatever_the_noise():
 def test_the_docs_say_of_the_interval_what_is_printed():
     page = Path(__file__).parents[2] / "docs" / "plan.md"
     assert COVERS in " ".join(page.read_text().split())
+
+
+def test_a_plan_that_gives_way_to_one_as_fast_says_nothing():
+    choices = (
+        ChoiceRecord("selective[core_attn]", 14, 10, 20, 10.0, 30.0, spread_ms=1.0),
+        ChoiceRecord("selective[mlp]", 4, 10, 20, 10.0, 30.0, spread_ms=1.0),
+    )
+    problem = Problem(uniform_profile(4, *choices), Layout.from_flags(4, 1), Schedule(1, 1, 4))
+    problem = problem.at(60)
+    found = solve(problem)
+    (other,) = {f"selective[{module}]" for module in ("core_attn", "mlp")} - {
+        str(found.policy.layers[0])
+    }
+    equal = instead(problem, RecomputePolicy.parse(other, num_layers=4), found)
+    taken, notes = simpler_within_errors(problem, equal, best_manual(problem))
+    assert taken.policy != equal.policy
+    assert notes == ()

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks import solve_speed
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import layers_per_stage, uneven_layouts
@@ -53,6 +54,22 @@ def test_another_layout_is_proposed_where_it_takes_layers_from_the_stage_that_is
         12, 3, num_layers_in_first_pipeline_stage=first, num_layers_in_last_pipeline_stage=last
     )
     assert try_solve(Problem(profile, layout, problem.schedule).at(need - 1))
+
+
+def test_fewer_layouts_are_tried_of_a_model_of_thousands_of_layers(monkeypatch):
+    tried = []
+    monkeypatch.setattr(suggestions, "try_solve", lambda problem: tried.append(problem.layout))
+
+    def num_layouts(layers):
+        profile = solve_speed.profile(solve_speed.Case(layers, 8, 1, 16))
+        problem = Problem(profile, Layout.from_flags(layers, 8), Schedule(8, 1, 32), budget=1)
+        tried.clear()
+        cheapest_changes(problem)
+        others = [layout for layout in tried if layout.num_stages == 8]
+        return sum(layout != problem.layout for layout in others)
+
+    assert 1 <= num_layouts(4080) <= 2
+    assert num_layouts(512) > 8
 
 
 def test_another_layout_of_a_hybrid_is_proposed_as_its_pattern():

@@ -349,7 +349,7 @@ def test_a_file_holds_text_a_list_or_a_plan(tmp_path, content):
         (b'["full", "no', "is not whole JSON"),
         (b"[" + b"9" * 5000 + b"]", "is not whole JSON"),
         (b"[" * 100_000, "is not whole JSON"),
-        (b"\x80\x02}q\x00", "is no text"),  # a pickle
+        (b"\x80\x02}q\x00", "is no UTF-8 text"),  # a pickle
     ],
     ids=["half", "a number of 5000 digits", "nested too deep", "binary"],
 )
@@ -358,6 +358,29 @@ def test_half_a_file_or_another_one_is_refused(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(PolicyError, match=message):
         RecomputePolicy.parse(f"@{path}", num_layers=2)
+
+
+def test_what_is_no_choice_of_a_layer_is_refused():
+    with pytest.raises(PolicyError, match=r"'full' is no LayerPolicy.*from_config"):
+        RecomputePolicy(["full"])
+    with pytest.raises(PolicyError, match="modules is the text 'core_attn': write"):
+        LayerPolicy("selective", modules="core_attn")
+    with pytest.raises(PolicyError, match="for -1 layers"):
+        RecomputePolicy.parse("full", num_layers=-1)
+
+
+def test_what_is_no_file_or_has_no_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("megatron_autorecompute.json_records.MOST_BYTES", 1 << 20)
+    large = tmp_path / "large"
+    large.write_bytes(b"full," * (1 << 18))
+    for path, why in (
+        (large, "larger than 1 MiB"),
+        ("/dev/zero", "no regular file"),
+        (tmp_path, "no regular file"),
+        ("a\0b", "null"),
+    ):
+        with pytest.raises(PolicyError, match=f"Cannot read the policy file .*{why}"):
+            RecomputePolicy.parse(f"@{path}", num_layers=6)
 
 
 @pytest.mark.parametrize(

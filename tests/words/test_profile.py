@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import (
     BytesAt,
     ChoiceRecord,
@@ -269,3 +270,19 @@ def test_a_mark_before_the_text_is_none_of_it(data, tmp_path):
     path = tmp_path / "profile.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(data).encode())
     assert Profile.load(path) == Profile.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("record", [Profile, Plan])
+def test_a_path_or_a_text_that_is_none_is_refused(record):
+    for wrong in (None, 3):
+        with pytest.raises(ProfileError, match=f"Cannot read {wrong}: expected str"):
+            record.load(wrong)
+        with pytest.raises(ProfileError, match=f"is {wrong}, and JSON text was asked for"):
+            record.from_json(wrong)
+    with pytest.raises(ProfileError, match="Cannot read '': No such file"):
+        record.load("")
+
+
+def test_a_profile_is_not_saved_under_no_name():
+    with pytest.raises(ProfileError, match="Cannot write None: "):
+        drawn(1)[0].save(None)

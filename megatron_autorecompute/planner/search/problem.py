@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
-from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.errors import OptionError, PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.peak_memory import (
     check_figures,
@@ -94,7 +94,8 @@ class Problem:
     """The question to `solve`: which policy is the fastest that fits a budget?
 
     Raises: ProfileError if profile, layout and schedule do not belong together; PolicyError if a
-    text of `allowed` is not a choice, or for another number of budgets than stages.
+    text of `allowed` is not a choice, or for another number of budgets than stages; OptionError for
+    a budget that is no whole number of bytes.
     """
 
     profile: Profile
@@ -121,12 +122,21 @@ class Problem:
         check_figures(self.profile, self.layout, self.schedule)
         # Frozen: this is the one place where a field is set.
         object.__setattr__(self, "profile", for_schedule(self.profile, self.schedule))
+        self._check_budgets()
         if len(self.budgets) != self.layout.num_stages:
             raise PolicyError(
                 f"{len(self.budgets)} budgets for {self.layout.num_stages} stages. Give one for "
                 "all or one for each."
             )
         _ = self.only
+
+    def _check_budgets(self) -> None:
+        for size in self.budgets:
+            if type(size) is not int or size > NO_LIMIT:
+                raise OptionError(
+                    f"The budget {size!r:.80} is no whole number of bytes up to {NO_LIMIT}. Give "
+                    "an int for all stages, such as 70 << 30, or one for each."
+                )
 
     def at(self, budget: Budget, known: Sequence[RecomputePolicy] = ()) -> Problem:
         """This problem with another budget and known plans; what depends on neither is shared."""
@@ -137,9 +147,10 @@ class Problem:
     @cached_property
     def budgets(self) -> tuple[int, ...]:
         """Bytes for every stage."""
-        if isinstance(self.budget, int):
-            return (self.budget,) * self.layout.num_stages
-        return tuple(self.budget)
+        found: Any = self.budget  # checked when the problem is made
+        if isinstance(found, Sequence) and not isinstance(found, str | bytes):
+            return tuple(found)
+        return (found,) * self.layout.num_stages
 
     @cached_property
     def imbalance_percentile(self) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron_autorecompute.errors import InfeasibleError
+from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.planner.cost.two_clocks import knows_host, mixed
 from megatron_autorecompute.planner.search.manual import fits, may_offload
 from megatron_autorecompute.planner.search.offload import OffloadSearch, leanest_whole
@@ -30,7 +30,13 @@ def solve(problem: Problem) -> Solution:
     proven distance of its step from the shortest one, and the least busy time of each stage.
 
     Raises: InfeasibleError if not even the leanest choices fit; it names the tightest stage.
+    OptionError for anything else than a `Problem`.
     """
+    if not isinstance(problem, Problem):
+        raise OptionError(
+            f"solve got {problem!r:.80}, and takes a Problem. Make one of a profile: "
+            "Problem(profile, layout, schedule, budget)."
+        )
     solution = try_solve(problem)
     if solution is None:
         raise _infeasible(problem)

@@ -36,6 +36,8 @@ from megatron_autorecompute.profile import (
 )
 
 _NEAREST_LAYOUTS = 12  # tried for an error message, which should take seconds
+_MOST_WORK = _NEAREST_LAYOUTS * 512 * 16
+"""Layouts x layers x choices of a layer that are tried: of larger models fewer layouts."""
 _SAME_GPUS, _TWICE_GPUS = 2, 1
 """Times as many microbatches of a data-parallel rank in a step of the same samples, where the model
 is divided among twice as many ranks."""
@@ -135,9 +137,12 @@ def _other_layout(problem: Problem) -> Change | None:
     """The nearest layout that fits; `search_layout` finds the fastest one, and takes longer."""
     if problem.layout.num_stages == 1 or problem.profile.model.encoder_layers:
         return None
-    for layout in _nearest(problem.layout):
-        solution = try_solve(replace(problem, layout=layout, known=()))
-        if solution and layout != problem.layout:
+    profile = problem.profile
+    work = profile.num_layers * max(len(kind.choices) for kind in profile.kinds)
+    for layout in itertools.islice(_nearest(problem.layout), 1 + _MOST_WORK // work):
+        same = layout == problem.layout  # whose stages are searched already
+        solution = try_solve(problem if same else replace(problem, layout=layout, known=()))
+        if solution and not same:
             flags = layout_flags(layout, pattern_of_job(problem.profile.model.facts))
             text = " ".join(f"{name} {value}" for name, value in flags.items())
             settings = {FIELDS[name]: value for name, value in flags.items()}

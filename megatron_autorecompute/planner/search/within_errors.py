@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_autorecompute.block_names import MEGATRON
 from megatron_autorecompute.planner.cost.step_interval import COVERAGE, StepErrors
 from megatron_autorecompute.planner.search.manual import ManualStrategy
 from megatron_autorecompute.planner.search.problem import Problem
@@ -13,6 +14,9 @@ from megatron_autorecompute.work_order import contains
 
 _TAKEN = "is taken:"
 _UNSURE = f"but not surely: it is shorter in fewer than {COVERAGE:.0%} of profiles."
+
+_SHOWN = 5e-6
+"""A smaller share is 0.000% in the sentence."""
 
 
 def simpler_within_errors(
@@ -37,6 +41,8 @@ def simpler_within_errors(
         return fastest, ()
     simpler = instead(problem, simple, fastest)
     less = 1 - fastest.cost.step_ms / simpler.cost.step_ms
+    if less < _SHOWN:
+        return simpler, ()
     return simpler, (gave_way(manual.name, fastest.policy.format(), less),)
 
 
@@ -52,8 +58,15 @@ def gave_way(taken: str, faster: str, less: float) -> str:
 
 
 def without_gave_way(notes: Sequence[str]) -> list[str]:
-    """Notes of a plan, without such sentences, for another plan in its place."""
-    return [note for note in notes if not (_TAKEN in note and note.endswith(_UNSURE))]
+    """Notes of a plan, without such sentences of its own solution, for another plan in its place.
+
+    Sentences of a search of layouts or micro-batch sizes, which came before it, stay.
+    """
+    return [
+        note
+        for note in notes
+        if not (note.startswith(MEGATRON) and _TAKEN in note and note.endswith(_UNSURE))
+    ]
 
 
 def _reruns_no_more(policy: RecomputePolicy, other: RecomputePolicy) -> bool:
