@@ -239,7 +239,7 @@ def test_where_nothing_can_begin_early_it_is_refused(fields, says):
     (model,) = tiny_gpt(tiny_config())
     for name, value in fields.items():
         setattr(model.config, name, value)
-    with pytest.raises(PolicyError, match=f"full\\+ahead cannot be used .*{says}"):
+    with pytest.raises(PolicyError, match=f"full\\+ahead on layer 0 cannot be used .*{says}"):
         apply("full+ahead", model)
 
 
