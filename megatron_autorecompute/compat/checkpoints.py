@@ -107,14 +107,17 @@ def second_run(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def logged_losses() -> dict[str, torch.Tensor]:
-    """The auxiliary losses that routers have added up for the log, by name: a value a layer."""
+    """The auxiliary losses that routers have added up for the log, by name: a value a layer. None
+    on meta tensors, which have no values."""
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     except ImportError:  # 0.16
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
-        return {name: e["values"] for name, e in get_moe_layer_wise_logging_tracker().items()}
-    return {name: e.values for name, e in get_moe_metrics_tracker().metrics.items()}
+        found = {name: e["values"] for name, e in get_moe_layer_wise_logging_tracker().items()}
+    else:
+        found = {name: e.values for name, e in get_moe_metrics_tracker().metrics.items()}
+    return {name: values for name, values in found.items() if not values.is_meta}
 
 
 def has_other_ranks() -> bool:
