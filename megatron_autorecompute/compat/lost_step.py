@@ -81,9 +81,10 @@ def replace_backward(
         instead: called with the number of the chunk, its inputs and Megatron's own backward;
             returns the gradients of the inputs.
     """
-    numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
 
     def numbered(original: Callable[..., Any]) -> Callable[..., Any]:
+        numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
+
         def forward_step(function: Any, data: Any, model: Any, *args: Any, **named: Any) -> Any:
             result = original(function, data, model, *args, **named)
             setattr(_first(result[0]), _CHUNK, numbers.get(id(model), 0))
