@@ -7,17 +7,21 @@ layers in bf16 and fp32 call, with the kernels' arithmetic in torch. `load()` im
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import math
 import os
 import sys
+from collections.abc import Iterator
 from enum import IntEnum
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+
+TE = "transformer_engine"
 
 
 class _Names(type):
@@ -274,6 +278,27 @@ def fused_attn_bwd(*given: Any) -> list[torch.Tensor | None]:
     return [*(x.contiguous() for x in back), None, None]
 
 
+def _rotated(x: torch.Tensor, angles: torch.Tensor, sign: int) -> torch.Tensor:
+    """x [s, b, heads, d]; angles [s, 1, 1, rotated d] in fp32."""
+    width = angles.shape[-1]
+    turned = x[..., :width].float()
+    angles = angles[: x.shape[0]]
+    first, second = turned.chunk(2, -1)
+    half = torch.cat([-second, first], -1) * sign
+    found = turned * angles.cos() + half * angles.sin()
+    return torch.cat([found.to(x.dtype), x[..., width:]], -1)
+
+
+def fused_rope_forward(x: torch.Tensor, angles: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The two halves of each head, turned."""
+    return _rotated(x, angles, 1)
+
+
+def fused_rope_backward(gradient: torch.Tensor, angles: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Turned back."""
+    return _rotated(gradient, angles, -1)
+
+
 # --------------------------------------------------------------------------------------- optimizer
 
 
@@ -305,13 +330,28 @@ def multi_tensor_adam(
         parameter.sub_((lr * update).to(parameter.dtype))
 
 
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """In this block TE takes CPU for a Hopper, and nothing else does."""
+    hopper = SimpleNamespace(major=9, minor=0, name="CPU", multi_processor_count=1)
+    seen = {
+        "is_available": lambda: sys._getframe(1).f_globals["__name__"].startswith(TE),
+        "get_device_properties": lambda device=None: hopper,
+        "get_device_capability": lambda device=None: (hopper.major, hopper.minor),
+        "device": lambda device: contextlib.nullcontext(),
+        "is_current_stream_capturing": lambda: False,
+    }
+    with mock.patch.multiple(torch.cuda, **seen), mock.patch.object(torch.Tensor, "is_cuda", True):
+        yield
+
+
 def load() -> ModuleType:
     """Import Transformer Engine, whose wheel must be on the path, with this module as its extension."""
-    if "transformer_engine" in sys.modules:
-        return sys.modules["transformer_engine"]
-    spec = importlib.util.find_spec("transformer_engine")
+    if TE in sys.modules:
+        return sys.modules[TE]
+    spec = importlib.util.find_spec(TE)
     package = importlib.util.module_from_spec(spec)
-    sys.modules["transformer_engine"] = package
+    sys.modules[TE] = package
     sys.modules["transformer_engine_torch"] = sys.modules[__name__]
     # It asks for onnxscript, for exports alone.
     sys.modules["transformer_engine.pytorch.onnx_extensions"] = mock.MagicMock()
