@@ -13,6 +13,7 @@ SITES := build/site-packages
 CORE_019 := $(SITES)/megatron-core-0.19.2
 BRIDGE_SITE := $(SITES)/megatron-bridge-0.3.1
 BRIDGE_MAIN := $(SITES)/bridge-main
+TE := $(SITES)/transformer-engine-2.20.2
 # A machine whose Python already has torch with CUDA keeps that torch.
 HAS_CUDA := $(shell $(PYTHON) -c "import torch; print(torch.cuda.is_available())" 2>/dev/null)
 export TORCHDYNAMO_DISABLE := 1
@@ -21,7 +22,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help compare results examples recorded measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge gpu-dry-run wheel lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean
+.PHONY: help compare results examples recorded measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge test-te gpu-dry-run wheel lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean
 
 ## List these targets.
 help:
@@ -114,8 +115,8 @@ quick-lint:
 ## Run all tests: both supported versions of megatron-core, Megatron Bridge, lint, types and rules.
 test:
 	@mkdir -p build && rm -f build/test-*.log
-	$(MAKE) --jobs=2 --keep-going test-core-016 test-core-019 test-once test-bridge test-planner \
-	    lint || \
+	$(MAKE) --jobs=2 --keep-going test-core-016 test-core-019 test-once test-bridge test-te \
+	    test-planner lint || \
 	    { grep -E '^(FAILED|ERROR) ' build/test-*.log || echo 'No test failed: see lint above.'; exit 1; }
 
 # Two of these at a time, the longest first, and what they need: every line says whose it is, and
@@ -144,8 +145,20 @@ test-planner: $(TRITON)
 
 # All other tests.
 test-once: $(TRITON)
-	$(BIN)/python -m pytest tests --ignore=tests/rules \
+	$(BIN)/python -m pytest tests --ignore=tests/rules --ignore=tests/transformer_engine \
 	    $(addprefix --ignore=,$(MEETS_MEGATRON) $(PLANNER)) $(ARGS) $(call OF,once)
+
+# TE's own Python on CPU: its wheel alone, whose C++ extension torch stands for (testing/).
+test-te: $(TRITON) $(CORE_019) $(TE)
+	PYTHONPATH=$(CORE_019):$(TE) $(BIN)/python -m pytest tests/transformer_engine $(ARGS) \
+	    $(call OF,TE 2.20.2)
+
+$(TE): constraints/transformer-engine.txt | $(BIN)/python
+	mkdir -p $(SITES)
+	rm -rf $@.part $@
+	$(BIN)/python -m pip install --quiet --no-deps --no-compile --target $@.part \
+	    --requirement constraints/transformer-engine.txt
+	mv $@.part $@
 
 ## What runs on a GPU, as far as CPU can: its tests, and every part that needs no checkout.
 gpu-dry-run: $(TRITON) $(CORE_019)

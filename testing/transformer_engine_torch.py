@@ -156,10 +156,11 @@ def _product(a, transa, b, transb):
 def generic_gemm(
     a, transa, b, transb, out, quantizer, dtype, bias, bias_dtype, gelu, gelu_in, grad, *_, **kw
 ):
-    """Product, gradient of the bias, input of GELU, extra output.  TE's last arguments are workspace,
-    its size, whether to accumulate, and the split accumulator."""
+    """Product, gradient of the bias, input of GELU, extra output. The last arguments are the
+    workspace, its size, whether to accumulate, and the split accumulator."""
     accumulate = _[2]
-    assert not gelu and kw["comm_overlap"] is None
+    assert not gelu
+    assert kw["comm_overlap"] is None
     found = _product(a, transa, b, transb)
     bias_gradient = None
     if bias is not None and not grad:
@@ -346,7 +347,7 @@ def on_cpu() -> Iterator[None]:
 
 
 def load() -> ModuleType:
-    """Import Transformer Engine, whose wheel must be on the path, with this module as its extension."""
+    """Import Transformer Engine, whose wheel is on the path, with this module as its extension."""
     if TE in sys.modules:
         return sys.modules[TE]
     spec = importlib.util.find_spec(TE)

@@ -1,12 +1,16 @@
 """Small models of every sort that CPU cannot run, and a short training run of one."""
 
+import random
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from benchmarks.gpu.cases import DENSE, DENSE_TE, MLA, MOE, Case, built
-from megatron_autorecompute.compat import model_layers
+from benchmarks.gpu.contest import own_choices
+from megatron_autorecompute.compat import model_layers, stage_layout
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.runtime.model_shard import ModelShard
 
 STEPS = 2
 
@@ -93,3 +97,33 @@ def trained(case: Case, policy: str, steps: int = STEPS) -> Run:
         {name: parameter.main_grad.clone() for name, parameter in named.items()},
         {name: parameter.detach().clone() for name, parameter in named.items()},
     )
+
+
+def policies(case: Case, mixes: int = 6) -> list[str]:
+    """Every choice that all layers have, on all of them; then random mixes, groups among them."""
+    job = built(case)
+    found = ModelShard(job.chunks).own_kinds
+    choices = [c for c in found[0].choices if all(c in kind.choices for kind in found)]
+    layers = [layer for layer, _ in model_layers.numbered_layers(job.chunks)]
+    choices = list(dict.fromkeys([*choices, *own_choices(layers)]))
+    num_layers = stage_layout.num_policy_layers(job.config)
+    uniform = [RecomputePolicy((choice,) * num_layers) for choice in choices]
+    chance = random.Random(1)
+    mixed = [
+        RecomputePolicy(
+            (
+                *(LayerPolicy("full", group=2),) * 2,
+                *(chance.choice(choices) for _ in range(num_layers - 2)),
+            )
+        )
+        for _ in range(mixes)
+    ]
+    return [policy.format() for policy in (*uniform, *mixed)]
+
+
+def different(case: Case) -> dict[str, list[str]]:
+    """What differs from a run without recompute, by policy."""
+    reference = trained(case, "megatron:none")
+    found = {text: trained(case, text).differences(reference) for text in policies(case)}
+    assert len(found) > 2
+    return {text: what for text, what in found.items() if what}

@@ -1,15 +1,11 @@
 """A policy changes no bit of a training run, for what CPU cannot run."""
 
-import random
 from dataclasses import replace
 from importlib import util
 
 import pytest
 
-from benchmarks.gpu.models import LOCAL, TE, gated_delta_net, small, trained
-from megatron_autorecompute.compat import model_layers, stage_layout
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
-from megatron_autorecompute.runtime.model_shard import ModelShard
+from benchmarks.gpu.models import LOCAL, TE, different, gated_delta_net, policies, small, trained
 
 pytestmark = [pytest.mark.requires_gpu, pytest.mark.usefixtures("one_gpu")]
 MODELS = [
@@ -17,39 +13,6 @@ MODELS = [
     *(pytest.param(make, id=name, marks=pytest.mark.requires_te) for name, make in TE.items()),
     pytest.param(gated_delta_net, id="gated delta net", marks=pytest.mark.requires_fla),
 ]
-
-
-def policies(case, mixes=6):
-    """Every choice that all layers have, on all of them; then random mixes, groups among them."""
-    from benchmarks.gpu.cases import built
-    from benchmarks.gpu.contest import own_choices
-
-    job = built(case)
-    found = ModelShard(job.chunks).own_kinds
-    choices = [c for c in found[0].choices if all(c in kind.choices for kind in found)]
-    layers = [layer for layer, _ in model_layers.numbered_layers(job.chunks)]
-    choices = list(dict.fromkeys([*choices, *own_choices(layers)]))
-    num_layers = stage_layout.num_policy_layers(job.config)
-    uniform = [RecomputePolicy((choice,) * num_layers) for choice in choices]
-    chance = random.Random(1)
-    mixed = [
-        RecomputePolicy(
-            (
-                *(LayerPolicy("full", group=2),) * 2,
-                *(chance.choice(choices) for _ in range(num_layers - 2)),
-            )
-        )
-        for _ in range(mixes)
-    ]
-    return [policy.format() for policy in (*uniform, *mixed)]
-
-
-def different(case):
-    """What differs from a run without recompute, by policy."""
-    reference = trained(case, "megatron:none")
-    found = {text: trained(case, text).differences(reference) for text in policies(case)}
-    assert len(found) > 2
-    return {text: what for text, what in found.items() if what}
 
 
 @pytest.mark.parametrize("make", MODELS)

@@ -1,0 +1,126 @@
+"""What `estimate` says that layers hold, beside the same layers of TE's own Python.
+
+`estimate` runs in a process without Transformer Engine, on stand-ins and meta tensors. Here the
+same job's layers run TE's modules on CPU, and hold what these save.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+
+from megatron_autorecompute.meta.job import job_from
+from megatron_autorecompute.one_device import build, profiling
+from megatron_autorecompute.patched import patched
+from megatron_autorecompute.profile import Profile
+from testing import transformer_engine_torch
+
+DENSE = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_query_groups": 2,
+    "ffn_hidden_size": 224,
+    "gated_linear_unit": True,
+    "activation_func": "silu",
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "gradient_accumulation_fusion": False,
+}
+GPT = {
+    **DENSE,
+    "gated_linear_unit": False,
+    "activation_func": "gelu",
+    "add_bias_linear": True,
+    "normalization": "LayerNorm",
+    "num_query_groups": 4,
+}
+EXPERTS = {
+    **DENSE,
+    "num_moe_experts": 8,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 96,
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.01,
+}
+MLA = {
+    **{name: value for name, value in DENSE.items() if name != "num_query_groups"},
+    "multi_latent_attention": True,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 8,
+    "v_head_dim": 16,
+    "qk_layernorm": True,
+}
+CONFIGS = {
+    "GQA, SwiGLU, rope": DENSE,
+    "with dropout": {**DENSE, "attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "two tensor parallel ranks": {
+        **DENSE,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+    },
+    "norms of query and key": {**DENSE, "qk_layernorm": True},
+    "GELU with biases": GPT,
+    "experts": EXPERTS,
+    "experts beside a shared one": {**EXPERTS, "moe_shared_expert_intermediate_size": 96},
+    "two expert parallel ranks": {**EXPERTS, "expert_model_parallel_size": 2},
+    "multi-latent attention": MLA,
+}
+RNG_STATE_BYTES = 16
+"""Fused attention keeps the seed and offset of its dropout, one pair a layer."""
+
+
+def job(config):
+    return {
+        "name": "a small job",
+        "config": config,
+        "num_gpus": 8,
+        "seq_length": 64,
+        "micro_batch_size": 2,
+        "global_batch_size": 64,
+        "vocab_size": 256,
+        "transformer_impl": "transformer_engine",
+        "position_embedding_type": "rope",
+    }
+
+
+def estimated(description, folder):
+    path, output = folder / "job.yaml", folder / "p.json"
+    path.write_text(yaml.safe_dump(description))
+    searched = [p for p in sys.path if "transformer-engine" not in p]
+    command = [sys.executable, "-m", "megatron_autorecompute", "estimate", str(path)]
+    subprocess.run(
+        [*command, "--gpu", "h100-80gb", "-o", str(output)],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(searched)},
+    )
+    return Profile.load(output)
+
+
+def run(description):
+    """A profile of these layers, as they run here."""
+    with patched(build, "refuse", lambda *_: None), transformer_engine_torch.on_cpu():
+        job_ = job_from(description, "the test")
+        return profiling.measure(job_, torch.device("cpu"), 1, lambda _: None)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_hold_what_transformer_engines_python_saves(name, tmp_path):
+    description = job(CONFIGS[name])
+    predicted, found = estimated(description, tmp_path), run(description)
+    different = {}
+    for kind, other in zip(found.kinds, predicted.kinds, strict=True):
+        for record in kind.choices:
+            more = record.held_bytes - other.record(record.choice).held_bytes
+            if not 0 <= more <= RNG_STATE_BYTES:
+                different[str(record.choice)] = more
+    assert different == {}
