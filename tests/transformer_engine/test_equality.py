@@ -1,5 +1,6 @@
 """No policy changes a bit of layers that run Transformer Engine's own Python."""
 
+import copy
 from collections import Counter
 from dataclasses import replace
 
@@ -153,5 +154,10 @@ def test_saved_tensors_that_cannot_be_told_apart_are_refused():
     ours = NormAgain(fused)
     with pytest.raises(ApplyError, match="ln_out: Fused saved 3 tensors"):
         fused(torch.ones(2, 4, requires_grad=True))
+    other = copy.deepcopy(fused)
+    with pytest.raises(ApplyError):
+        other(torch.ones(2, 4, requires_grad=True))
+    with torch.no_grad():
+        other(torch.ones(2, 4))
     ours.undo()
     fused(torch.ones(2, 4, requires_grad=True))
