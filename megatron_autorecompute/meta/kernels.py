@@ -465,6 +465,7 @@ class _LinearModule(torch.nn.Module):
         norm = self.layer_norm_weight, self.layer_norm_bias
         shares = "" if self.adapter is None else self.shares
         kept = self.save_original_input
+        x = x.contiguous()  # TE pytorch/module/base.py `prepare_forward`
         y = _Linear.apply(
             x, self.weight, norm[0], self.split, self.precision, norm[1], kept, shares
         )
