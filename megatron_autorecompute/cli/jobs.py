@@ -43,7 +43,7 @@ def add_job(parser: ArgumentParser) -> None:
         "job",
         nargs="?",
         metavar="JOB.yaml",
-        help="a file that describes the job: docs/job.md",
+        help="a file that describes the job: docs/files.md",
     )
     parser.add_argument(
         "--example",
