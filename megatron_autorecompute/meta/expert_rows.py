@@ -35,7 +35,7 @@ class Rows:
     capacity: float | None = None
     """`moe_expert_rank_capacity_factor`: the room of tensors, as a multiple of the even share."""
     multiple: int = 1
-    """An expert's rows are padded to a multiple of it (moe_utils.py `get_align_size_for_quantization`)."""
+    """Rows of an expert are padded to it (moe_utils.py `get_align_size_for_quantization`)."""
     stashed: float | None = None
     """Pages of `moe_paged_stash` for each row of the room: its factor for the even share, divided
     by the capacity."""
