@@ -148,7 +148,7 @@ test-once: $(TRITON)
 	$(BIN)/python -m pytest tests --ignore=tests/rules --ignore=tests/transformer_engine \
 	    $(addprefix --ignore=,$(MEETS_MEGATRON) $(PLANNER)) $(ARGS) $(call OF,once)
 
-# TE's own Python on CPU: its wheel alone, whose C++ extension torch stands for (testing/).
+## Test Transformer Engine 2.20's own Python on CPU: torch stands for its C++ extension.
 test-te: $(TRITON) $(CORE_019) $(TE)
 	PYTHONPATH=$(CORE_019):$(TE) $(BIN)/python -m pytest tests/transformer_engine $(ARGS) \
 	    $(call OF,TE 2.20.2)
