@@ -1005,7 +1005,8 @@ CHOICES = ("full", "full/2", "full+keep[core_attn]", "selective[mlp]", "selectiv
 
 
 @pytest.mark.parametrize(
-    "hook", [finite, *(pytest.param(each, marks=pytest.mark.any_version) for each in (gated, halved))]
+    "hook",
+    [finite, *(pytest.param(each, marks=pytest.mark.any_version) for each in (gated, halved))],
 )
 @pytest.mark.parametrize("where", ["mlp", "layer"])
 def test_a_hook_that_looks_at_values_changes_no_bit_and_is_said_once(hook, where):
