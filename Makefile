@@ -95,7 +95,7 @@ offload-recipes: $(TRITON) $(CORE_019)
 
 ## What needs neither torch nor Megatron, in a minute: words, planner, rules, lint.
 quick: $(LIGHT)
-	$(MAKE) --jobs=2 --keep-going quick-search quick-others quick-lint
+	$(MAKE) --jobs=2 --keep-going quick-others quick-search quick-lint
 
 QUICK := $(BIN)/python -m pytest --quiet -m "not long"
 
@@ -103,13 +103,14 @@ quick-search:
 	$(QUICK) tests/planner/search tests/words $(ARGS)
 
 quick-others:
-	$(QUICK) tests/planner tests/rules --ignore=tests/planner/search $(ARGS)
+	$(QUICK) tests/planner --ignore=tests/planner/search $(ARGS)
 
 # Types of what imports torch are checked by `lint`.
 quick-lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy megatron_autorecompute/planner
+	$(QUICK) tests/rules $(ARGS)
 
 ## Run all tests: both supported versions of megatron-core, Megatron Bridge, lint, types and rules.
 test:
