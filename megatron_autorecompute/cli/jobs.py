@@ -43,7 +43,7 @@ def add_job(parser: ArgumentParser) -> None:
         "job",
         nargs="?",
         metavar="JOB.yaml",
-        help="a file that describes the job: docs/job.md",
+        help="a file that describes the job: docs/files.md",
     )
     parser.add_argument(
         "--example",
@@ -74,7 +74,7 @@ def add_job(parser: ArgumentParser) -> None:
 
 
 def add_gpu(parser: ArgumentParser, default: str = "") -> None:
-    """Add `--gpu`, whose help has every known name; without a name the error has them, too.
+    """Add `--gpu`. Its help lists every known name; so does the error for a missing name.
 
     Args:
         parser: gets the flag.
@@ -112,7 +112,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def carried() -> list[str]:
-    """What this package carries profiles of, such as `llama3-70b on h100-80gb`."""
+    """The jobs and GPUs of the carried profiles, such as `llama3-70b on h100-80gb`."""
     return sorted(path.stem.replace(".", " on ") for path in EXAMPLES.glob("*.json"))
 
 

@@ -40,7 +40,7 @@ def host_link(profile: Profile) -> HostLink:
     if profile.host_link is None:
         raise ProfileError(
             "The policy offloads activations, and the profile has no host_link, so that nobody "
-            "knows how long copies take. Add host_link (docs/profile.md), or leave offload out."
+            "knows how long copies take. Add host_link (docs/files.md), or leave offload out."
         )
     return profile.host_link
 

@@ -1,4 +1,4 @@
-"""Policies that differ from one at a single layer."""
+"""Policies that differ from a given policy at a single layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Neighbour:
     cost: PolicyCost
     """That of the whole policy."""
     is_tie: bool
-    """Whether the profile's errors do not say which of both steps is shorter."""
+    """Whether the difference of both steps is within the profile's errors."""
 
 
 def neighbours(problem: Problem, policy: RecomputePolicy, layer: int) -> list[Neighbour]:
