@@ -135,7 +135,7 @@ test-core-016: $(TRITON)
 test-core-019: $(TRITON) $(CORE_019)
 	PYTHONPATH=$(CORE_019) $(BIN)/python -m pytest $(MEETS_MEGATRON) \
 	    tests/benchmarks/test_measured.py tests/benchmarks/test_measured_times.py \
-	    tests/benchmarks/test_frontier.py \
+	    tests/benchmarks/test_frontier.py tests/benchmarks/test_settings.py \
 	    tests/one_device/test_profiling.py -m "not any_version" $(ARGS) \
 	    $(call OF,core 0.19.2)
 

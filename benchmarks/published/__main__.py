@@ -23,6 +23,7 @@ from benchmarks.published.prediction import Data, predicted
 from benchmarks.published.results import asked, results
 from benchmarks.published.runs import PUBLISHED, ROOT, of_recipes, read, read_runs
 from scripts import bridge_jobs
+from scripts.checkouts import read_from
 
 
 def predictions(names: Sequence[str], processes: int) -> list[Data]:
@@ -44,6 +45,7 @@ def main() -> None:
         names = asked(bridge_jobs.recipes(), read_runs(PUBLISHED), args.only)
         runs = of_recipes(names, read_runs(PUBLISHED)) if args.only else read_runs(PUBLISHED)
         data = results(predictions(names, args.processes), runs, unread)
+        data["read_from"] = read_from()
     except (FieldError, OSError) as error:
         parser.error(str(error))
     json_path, page_path = _paths(args.output)

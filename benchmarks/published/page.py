@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.measured.spread import Spread
 from benchmarks.published.results import CHANGED, CHANGED_ROLE, FITTED_ROLE, JUDGES, Data
+from scripts.checkouts import said_in
 from scripts.tables import markdown
 
 ALL = "all"
@@ -13,8 +14,8 @@ ALL = "all"
 
 def text(data: Data) -> str:
     """The page: statistics."""
-    parts = [INTRODUCTION, _fitting(data), counted(data), markdown(STATISTICS, _of_all_gpus(data))]
-    parts += [OPEN]
+    parts = [said_in(INTRODUCTION, data.get("read_from", "")), _fitting(data), counted(data)]
+    parts += [markdown(STATISTICS, _of_all_gpus(data)), OPEN]
     return "\n".join(parts)
 
 

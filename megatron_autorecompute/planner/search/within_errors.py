@@ -54,6 +54,8 @@ def gave_way(taken: str, faster: str, less: float) -> str:
         faster: what gave way.
         less: by how much it is faster, as a share.
     """
+    if less < _SHOWN:
+        return f"{taken} {_TAKEN} {faster} takes as long by the profile's times."
     return f"{taken} {_TAKEN} {faster} takes {less:.3%} less by the profile's times, {_UNSURE}"
 
 
