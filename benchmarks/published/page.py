@@ -145,7 +145,10 @@ sequence length, divided by NVIDIA's tokens per second over all GPUs. A run belo
 model, task, GPUs, precision, batch sizes, sequence length, parallel sizes and FSDP are the same.
 The newest such release is judged. The tables do not say which recompute, CUDA graphs, dispatcher
 or overlap a run had, so these are taken from the recipe. NVIDIA's MoE runs route evenly by force,
-as predictions do.
+as predictions do. Three newer steps come from Bridge's verification cards
+(`examples/model_verification_cards/`, `benchmarks/data/bridge_cards.csv`): a card names its recipe
+and has the mean of a run's last ten steps. Its release is the day of the run. Qwen3-8B's recipe is
+of `megatron.bridge.recipes`.
 
 **Predicted** steps are modelled without a device ([how](decisions/time-model.md)) under the
 recipe's own recompute setting. They include the optimizer and the data-parallel collectives, and
