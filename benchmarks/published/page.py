@@ -181,6 +181,15 @@ KNOWN = """## What is known of rows
 """
 OPEN = """**What is open**: `fp8_dot_product_attention` is not read, so attention is timed in bf16.
 CUDA graphs of layers beside EP overlap are not recognised, so the host starts their kernels here.
+Two terms of Qwen3-8B's card and of gpt-oss's are undecided:
+
+- **Attention on H100** is a guess: 445 TFLOP/s forward and 396 backward. cuDNN alone reaches 591
+  and 474 on H200, and on GB200 1408 and 1148 where 1025 and 862 are taken (heads of 128, 4,096
+  tokens; NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training). No source says how much of
+  that is left in a step. H200's would make the step of Qwen3-8B 2% shorter, and GB200's the median
+  of this page larger (6.6%).
+- **Products of gpt-oss** have 2,880 columns or rows, which tiles of 256 do not divide. They have
+  the share of large products. No source has kernels of these sizes.
 """
 NOT_COVERED = """## Not covered
 
