@@ -215,6 +215,13 @@ These bytes are missing. None of it is fitted.
   containers of 2025 0.5 and 0.9 GB are missing; those rows are not judged.
 - **Blocks.** Runs of equal flags differ by up to 13 MB. Under context parallelism a run's peak may
   grow for tens of steps; "context parallel, first step" is from before that growth.
+- **Llama3-70B SFT in fp8 and Moonlight on H100**, of Bridge's texts, are in [another
+  file](nvidia_recipes.md#against-measured-peaks), because no file has these runs' flags. Both are
+  predicted too high. For Llama3-70B at tp 4 two terms are unknown: whether gradients of logits
+  waited for the pipeline to drain, and whether transposes of fp8 weights were kept. Without both
+  the rows hold. For Moonlight it is unknown whether FusedAdam copied moments to fp32, as
+  Transformer Engine before 2.14 does. A memory snapshot of the last rank in one step, with the
+  versions, would decide all three.
 - **Two runs that continue a checkpoint** ("reshard_2x1x4"): 0.05 and 0.1 GB, and in no later step.
   Loading is the likely cause.
 - **Nemotron 3.5 Lightning between steps**: 347 MB. With `--grad-reduce-in-bf16` a step makes fp32
