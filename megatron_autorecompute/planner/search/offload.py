@@ -38,8 +38,8 @@ from megatron_autorecompute.planner.search.manual import (
 )
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.shortest import shortest
-from megatron_autorecompute.planner.search.shrunk import Less, shrunk
 from megatron_autorecompute.planner.search.solution import Solution, proven
+from megatron_autorecompute.planner.search.stage import Less, shrunk
 from megatron_autorecompute.planner.search.stage_problem import OnlyChoices, put_together
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, LayerKind, Profile

@@ -20,8 +20,7 @@ import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
-from megatron_autorecompute.planner.search.master import Master
-from megatron_autorecompute.planner.search.replay import Replay
+from megatron_autorecompute.planner.search.master import Master, Replay
 from megatron_autorecompute.planner.search.stage import Stage, ascending
 from megatron_autorecompute.planner.search.stage_plans import StagePlans
 from megatron_autorecompute.planner.search.stage_problem import HELD, Split
