@@ -92,8 +92,6 @@ def length(path: Ints, times: Ints | Floats) -> float:
 
 
 _TOLERANCE = 1e-7
-_FRESH = 10
-"""Paths that are added in a round at most."""
 _IDLE = 4
 """Rounds after which a path that has no share may go."""
 _PATHS = 80
@@ -320,10 +318,8 @@ class Master:
         for one in points:
             self.center = min(self.center, (self.replay.step(one), one), key=lambda own: own[0])
         self._forget()
-        lengths = [length(path, times) for path in found]
-        order = sorted(range(len(found)), key=lambda at: -lengths[at])
-        longer = [found[at] for at in order if lengths[at] > step * (1 + 1e-6)]
-        return self.know(longer[:_FRESH])
+        found.sort(key=lambda path: -length(path, times))
+        return self.know([path for path in found if length(path, times) > step * (1 + 1e-6)])
 
     def _forget(self) -> None:
         if len(self.paths) > _PATHS:
