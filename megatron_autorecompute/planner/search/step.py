@@ -40,7 +40,7 @@ CHUNKS = 12
 """The most chunks of all stages with which all plans that may be better are listed."""
 _SMALL = 256
 """Chunks of all stages up to which more is tried."""
-_NEARNESS = (0.03, 0.3)
+_NEARNESS = (0.01, 0.3)
 """The weights of plans' nearness to the fractional times, against their price. Without them
 interleaved steps are up to 0.4% longer, with one of them up to 0.15%; with four none is shorter."""
 _SLOPES = (2.0, 16.0)
