@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost.arrays import Bools
-from megatron_autorecompute.planner.cost.checks import check_at_least, check_chunks
-from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout, check_at_least, check_chunks
 
 Direction = Literal["forward", "backward"]
 MOST_MICROBATCHES = 1 << 40

@@ -22,7 +22,6 @@ from statistics import NormalDist
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
-from megatron_autorecompute.planner.cost.critical_path import critical_paths
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.cost.schedule import Schedule
@@ -32,7 +31,7 @@ from megatron_autorecompute.planner.cost.stage_times import (
     residual_times,
     times_of,
 )
-from megatron_autorecompute.planner.cost.step_time import finished, step_unit
+from megatron_autorecompute.planner.cost.step_time import critical_paths, finished, step_unit
 from megatron_autorecompute.planner.cost.two_clocks import records_of
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable, Unit
 from megatron_autorecompute.policy import RecomputePolicy

@@ -15,7 +15,6 @@ import numpy as np
 
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.cost.arrays import Ints
-from megatron_autorecompute.planner.cost.critical_path import critical_paths
 from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import (
@@ -27,15 +26,19 @@ from megatron_autorecompute.planner.cost.layout_flags import (
 )
 from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times
 from megatron_autorecompute.planner.cost.step_interval import StepErrors
-from megatron_autorecompute.planner.cost.step_time import step_unit
+from megatron_autorecompute.planner.cost.step_time import critical_paths, step_unit
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
 from megatron_autorecompute.planner.search.manual import fastest_whole, may_offload
+from megatron_autorecompute.planner.search.master import length
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.replay import length
-from megatron_autorecompute.planner.search.solution import Solution, StepEvidence, nearness
+from megatron_autorecompute.planner.search.solution import (
+    Solution,
+    StepEvidence,
+    gave_way,
+    nearness,
+)
 from megatron_autorecompute.planner.search.solve import solve, try_solve
-from megatron_autorecompute.planner.search.within_errors import gave_way
 
 
 class LeastSteps:
