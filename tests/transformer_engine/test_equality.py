@@ -1,5 +1,8 @@
 """No policy changes a bit of layers that run Transformer Engine's own Python."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -75,3 +78,20 @@ def test_attention_that_is_kept_does_not_run_again(fused_attention):
         "full+keep[core_attn]": calls["none"],
         "selective[qkv]": calls["none"],
     }
+
+
+def test_no_choice_changes_a_bit_on_two_tensor_parallel_ranks(tmp_path):
+    module = "tests.transformer_engine.two_ranks"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=240)
+        assert rank.returncode == 0
+        found = json.loads(said.splitlines()[-1])
+        assert set(found) > {"full", "selective[qkv]"}
+        assert not any(found.values()), found
