@@ -31,7 +31,7 @@ from megatron_autorecompute.meta.devices import devices  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
 from megatron_autorecompute.meta.sensitivity import problem_of  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
-from scripts import bridge_jobs, nvidia_recipes  # noqa: E402
+from scripts import bridge_jobs, checkouts, nvidia_recipes  # noqa: E402
 
 FITS = ("yes", "on the device", "no")
 
@@ -82,7 +82,7 @@ def documented() -> list[str]:
     return lines
 
 
-def page(found: dict[str, list[str] | str]) -> str:
+def page(found: dict[str, list[str] | str], read_from: str) -> str:
     """The page: what is said not to fit."""
     lines = [cells for cells in found.values() if isinstance(cells, list)]
     fitting, near, tight = ([cells for cells in lines if cells[4] == each] for each in FITS)
@@ -90,7 +90,7 @@ def page(found: dict[str, list[str] | str]) -> str:
     table = nvidia_recipes.table
     return "\n".join(
         [
-            INTRODUCTION,
+            checkouts.said_in(INTRODUCTION, read_from),
             f"{len(lines)} of {len(found)} recipes covered. The recipe's own setting fits the "
             f"budget in {len(fitting)} of them, and the device in {len(near)} more. NVIDIA "
             f"published runs of {len(ran)}: {sum(c in fitting for c in ran)} fit the budget, "
@@ -176,7 +176,9 @@ def main() -> None:
     with context.Pool(2, maxtasksperchild=12) as workers:
         found = list(track(workers.imap(line, names), description="recipes", total=len(names)))
     by_name = dict(zip(names, found, strict=True))
-    args.output.write_text(page(by_name) + "\n" + rows(by_name), encoding="utf-8")
+    args.output.write_text(
+        page(by_name, checkouts.read_from()) + "\n" + rows(by_name), encoding="utf-8"
+    )
     print(f"Written to {args.output}.")
 
 

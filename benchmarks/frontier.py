@@ -120,7 +120,9 @@ def rows_of(job: Job, gpu: Device) -> Iterator[dict[str, Any]]:
             "budget_gib": budget / GIB,
             "manual": manual and manual.name,
             "manual_ms": manual and manual.cost and manual.cost.step_ms,
+            "megatrons": today and today.policy.format(),
             "megatrons_ms": today and today.cost.step_ms,
+            "all": ours and ours.policy.format(),
             "all_ms": ours and ours.cost.step_ms,
             "choices": ours and counted(ours.policy),
         }

@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import time
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # numpy reads it when imported
 
@@ -194,15 +195,8 @@ def problem(case: Case) -> Problem:
 
 def measure(case: Case, milp: Answer | None = None) -> Result:
     """All of a case; `milp` is what HiGHS is known to find."""
-    first_s, first = leanest_s(case), problem(case)
-    low = max(choice.peak_bytes for choice in first.stages.leanest)
-    high = max(choice.peak_bytes for choice in first.stages.fastest)
-    times, gaps = [], []
-    for eighths in (1, 4, 7):
-        start = time.process_time()
-        solution = solve(problem(case).at(low + (high - low) * eighths // 8))
-        times.append(time.process_time() - start)
-        gaps.append(solution.step_evidence.gap)
+    first_s, (low, high) = leanest_s(case), needs(problem(case))
+    times, gaps = zip(*solves(case, low, high), strict=True)
     pareto_s = None
     if case.pareto_points:
         start = time.process_time()
@@ -214,13 +208,26 @@ def measure(case: Case, milp: Answer | None = None) -> Result:
     stage_s = time.process_time() - start
     answer = milp or solved(stage.stages.stage(0).problem, budget, MILP_S)
     own = answer, stage_s, found.time_ps / PS_PER_MS, found.gap
-    return Result(case, first_s, tuple(times), max(gaps), pareto_s, *own)
+    return Result(case, first_s, times, max(gaps), pareto_s, *own)
+
+
+def needs(one: Problem) -> tuple[int, int]:
+    """Bytes that the largest stage needs, when all are the leanest and when all are the fastest."""
+    kinds = one.stages.leanest, one.stages.fastest
+    low, high = (max(choice.peak_bytes for choice in choices) for choices in kinds)
+    return low, high
+
+
+def solves(case: Case, low: int, high: int) -> Iterator[tuple[float, float]]:
+    """Seconds of the processor and the step's gap at three budgets between two, in bytes."""
+    for eighths in (1, 4, 7):
+        start = time.process_time()
+        solution = solve(problem(case).at(low + (high - low) * eighths // 8))
+        yield time.process_time() - start, solution.step_evidence.gap
 
 
 def measure_reuse(case: Case) -> Reuse:
-    one = problem(case)
-    low = max(choice.peak_bytes for choice in one.stages.leanest)
-    high = max(choice.peak_bytes for choice in one.stages.fastest)
+    low, high = needs(problem(case))
     budgets = [high - (high - low) * i // 8 for i in range(9)]
     start = time.process_time()
     for budget in budgets:

@@ -16,7 +16,7 @@ from multiprocessing import connection, resource_tracker
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Makes SIGINT wait until the block ends; processes that start in the block never see one."""
+    """Makes SIGINT wait until the block ends; processes that start in the block never see it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

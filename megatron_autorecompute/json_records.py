@@ -108,7 +108,7 @@ def read(path: str | Path, what: str) -> str:
         return read_text(path)
     except (OSError, TypeError, ValueError) as error:
         raise ProfileError(
-            f"Cannot read {_named(path)}: {reason(error)}. Give the path of a {what} JSON file."
+            f"Cannot read {named(path)}: {reason(error)}. Give the path of a {what} JSON file."
         ) from error
 
 
@@ -124,7 +124,8 @@ def read_text(path: str | Path) -> str:
         raise ValueError("it is no UTF-8 text") from error
 
 
-def _named(path: str | Path) -> str:
+def named(path: str | Path) -> str:
+    """A path as a sentence has it: quotes where it is empty."""
     return str(path) or repr("")
 
 
@@ -243,7 +244,7 @@ def _said_why(path: str | Path) -> Iterator[None]:
     except (OSError, TypeError, ValueError) as error:
         # Not str(error) of an OSError: it names the temporary file.
         raise ProfileError(
-            f"Cannot write {_named(path)}: {reason(error)}. Give a writable path."
+            f"Cannot write {named(path)}: {reason(error)}. Give a writable path."
         ) from error
 
 

@@ -26,7 +26,7 @@ class Microbatch:
     """The lengths of one microbatch on one rank."""
 
     tokens: int
-    """What the model is given on this rank, padding included."""
+    """Tokens that the model gets on this rank, padding included."""
     squares: int
     """Sum over its samples of their squared lengths; tokens ** 2 for one sample, or if unknown."""
     routed_tokens: float = 0
@@ -35,12 +35,12 @@ class Microbatch:
 
     @classmethod
     def longest(cls, tokens: int) -> Microbatch:
-        """One that needs as many bytes as any of up to so many tokens: a single sample."""
+        """A single sample: no microbatch of at most so many tokens needs more bytes."""
         return cls(tokens, tokens * tokens)
 
     @classmethod
     def packed(cls, lengths: Sequence[int]) -> Microbatch:
-        """One of several samples, which do not attend to each other."""
+        """A microbatch of several samples, which do not attend to each other."""
         return cls(sum(lengths), sum(length * length for length in lengths))
 
 
@@ -72,7 +72,7 @@ class Line:
         )
 
     def plus(self, other: Line) -> Line:
-        """The line of both together."""
+        """The sum of both lines."""
         return Line(
             self.constant + other.constant,
             self.per_token + other.per_token,

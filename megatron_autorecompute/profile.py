@@ -642,7 +642,7 @@ class Parallelism:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Everything the planner knows about a model on a machine. docs/profile.md lists the fields."""
+    """Everything the planner knows about a model on a machine. docs/files.md lists the fields."""
 
     model: Model
     """The model."""

@@ -1,4 +1,4 @@
-"""Jobs of Megatron Bridge's performance recipes, as `estimate --recipe` reads them.
+"""Jobs of Megatron Bridge's recipes, as `estimate --recipe` reads them.
 
 Needs a Bridge with perf_recipes and the Megatron-LM it pins.
 """
@@ -36,6 +36,7 @@ def prepare() -> None:
     AutoBridge.from_hf_pretrained = classmethod(known)
 
 
+@functools.cache
 def recipes() -> list[str]:
     """Names of all performance recipes."""
     prepare()
@@ -60,11 +61,13 @@ def gpu_of(name: str) -> Device:
 
 
 def job_of(name: str) -> Job:
-    """The recipe's job; where it leaves the vocabulary to a tokenizer, with the public one."""
+    """A performance recipe's job, or one of Bridge's other recipes; where it leaves the vocabulary
+    to a tokenizer, with the public one."""
     from megatron_autorecompute.meta.recipe import job_from_recipe
 
     gpus = int(_named(name)["gpus"])
-    read = functools.partial(job_from_recipe, f"perf_recipes.{name}", gpus, gpu=gpu_of(name))
+    named = f"perf_recipes.{name}" if name in recipes() else name
+    read = functools.partial(job_from_recipe, named, gpus, gpu=gpu_of(name))
     try:
         return read()
     except OptionError as error:

@@ -31,6 +31,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **LLAMA,
         },
     ),
+    "Qwen/Qwen3-8B": (
+        "Qwen3",
+        {
+            "num_hidden_layers": 36,
+            "intermediate_size": 12288,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+        },
+    ),
     "Qwen/Qwen3-30B-A3B": (
         "Qwen3Moe",
         {

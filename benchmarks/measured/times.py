@@ -68,13 +68,13 @@ def section(points: Sequence[Data]) -> list[str]:
     """The section of the page: what rows are, and their statistics by role."""
     lines = _by_role(points)
     kept = [line for line in lines if line[0] in (FITTED, JUDGES, ALL)]
-    return [TIMES, markdown(STATISTICS, kept), UNTOLD]
+    return [TIMES, markdown(STATISTICS, kept)]
 
 
 def rows(points: Sequence[Data]) -> list[str]:
     """Statistics of all groups, how machines differ, and a line for each step."""
     parts = ["## Steps: statistics\n", markdown(STATISTICS, _by_role(points)), APART]
-    parts += [markdown(EQUAL_FLAGS, _equal_flags(points)), MACHINES]
+    parts += [markdown(EQUAL_FLAGS, _equal_flags(points)), MACHINES, UNTOLD]
     return [*parts, markdown(RECORDINGS, _recordings(points)), *_steps(points)]
 
 
@@ -184,10 +184,14 @@ include the optimizer and the data-parallel collectives. Errors are absolute, ex
 - *Fitted*: a parameter was fitted on the row.
 - *Judges*: nothing was fitted, the number of GPUs is known, and the hidden size is 4,096 or more.
 - *All* also has tests with small layers, in which the GPU waits for its host. It also has rows
-  whose number of GPUs is not published and was inferred from the bytes between steps. [All
-  groups](../benchmarks/results/measured.md) are in the file of rows.
+  whose number of GPUs is not published and was inferred from the bytes between steps.
+
+[The file of rows](../benchmarks/results/measured.md#steps-statistics) has all groups, and what is
+not explained.
 """
-UNTOLD = """- The 7B runs of Megatron's tests are deterministic. Their backward of attention is
+UNTOLD = """Not explained, or not modelled:
+
+- The 7B runs of Megatron's tests are deterministic. Their backward of attention is
   slower, and no source says by how much, so it is not counted. A factor of 1.5 would explain what
   is missing at four stages.
 - Hosts differ by up to 1.6 times: GitHub's runners, at AWS, are slower than NVIDIA's own cluster,

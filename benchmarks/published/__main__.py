@@ -21,8 +21,17 @@ from benchmarks.measured.runs import Unread
 from benchmarks.published import page
 from benchmarks.published.prediction import Data, predicted
 from benchmarks.published.results import asked, results
-from benchmarks.published.runs import PUBLISHED, ROOT, of_recipes, read, read_runs
+from benchmarks.published.runs import (
+    CARDS,
+    PUBLISHED,
+    ROOT,
+    of_recipes,
+    read,
+    recipes_of_cards,
+    with_cards,
+)
 from scripts import bridge_jobs
+from scripts.checkouts import read_from
 
 
 def predictions(names: Sequence[str], processes: int) -> list[Data]:
@@ -40,10 +49,13 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="folder for all that is written")
     args = parser.parse_args()
     try:
-        unread = [row for row in read(PUBLISHED) if isinstance(row, Unread)]
-        names = asked(bridge_jobs.recipes(), read_runs(PUBLISHED), args.only)
-        runs = of_recipes(names, read_runs(PUBLISHED)) if args.only else read_runs(PUBLISHED)
+        rows = (row for path in (PUBLISHED, CARDS) for row in read(path))
+        unread = [row for row in rows if isinstance(row, Unread)]
+        recipes = sorted({*bridge_jobs.recipes(), *recipes_of_cards()})
+        names = asked(recipes, with_cards(), args.only)
+        runs = of_recipes(names, with_cards()) if args.only else with_cards()
         data = results(predictions(names, args.processes), runs, unread)
+        data["read_from"] = read_from()
     except (FieldError, OSError) as error:
         parser.error(str(error))
     json_path, page_path = _paths(args.output)

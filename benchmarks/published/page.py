@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.measured.spread import Spread
 from benchmarks.published.results import CHANGED, CHANGED_ROLE, FITTED_ROLE, JUDGES, Data
+from scripts.checkouts import said_in
 from scripts.tables import markdown
 
 ALL = "all"
@@ -13,8 +14,8 @@ ALL = "all"
 
 def text(data: Data) -> str:
     """The page: statistics."""
-    parts = [INTRODUCTION, _fitting(data), counted(data), markdown(STATISTICS, _of_all_gpus(data))]
-    parts += [OPEN]
+    parts = [said_in(INTRODUCTION, data.get("read_from", "")), _fitting(data), counted(data)]
+    parts += [markdown(STATISTICS, _of_all_gpus(data)), OPEN]
     return "\n".join(parts)
 
 
@@ -145,7 +146,10 @@ sequence length, divided by NVIDIA's tokens per second over all GPUs. A run belo
 model, task, GPUs, precision, batch sizes, sequence length, parallel sizes and FSDP are the same.
 The newest such release is judged. The tables do not say which recompute, CUDA graphs, dispatcher
 or overlap a run had, so these are taken from the recipe. NVIDIA's MoE runs route evenly by force,
-as predictions do.
+as predictions do. Three newer steps come from Bridge's verification cards
+(`examples/model_verification_cards/`, `benchmarks/data/bridge_cards.csv`): a card names its recipe
+and has the mean of a run's last ten steps. Its release is the day of the run. Qwen3-8B's recipe is
+of `megatron.bridge.recipes`.
 
 **Predicted** steps are modelled without a device ([how](decisions/time-model.md)) under the
 recipe's own recompute setting. They include the optimizer and the data-parallel collectives, and
@@ -178,6 +182,15 @@ KNOWN = """## What is known of rows
 """
 OPEN = """**What is open**: `fp8_dot_product_attention` is not read, so attention is timed in bf16.
 CUDA graphs of layers beside EP overlap are not recognised, so the host starts their kernels here.
+Two terms of Qwen3-8B's card and of gpt-oss's are undecided:
+
+- **Attention on H100** is a guess: 445 TFLOP/s forward and 396 backward. cuDNN alone reaches 591
+  and 474 on H200, and on GB200 1408 and 1148 where 1025 and 862 are taken (heads of 128, 4,096
+  tokens; NVIDIA/cudnn-frontend, benchmark/sdpa_benchmark_training). No source says how much of
+  that is left in a step. H200's would make the step of Qwen3-8B 2% shorter, and GB200's the median
+  of this page larger (6.6%).
+- **Products of gpt-oss** have 2,880 columns or rows, which tiles of 256 do not divide. They have
+  the share of large products. No source has kernels of these sizes.
 """
 NOT_COVERED = """## Not covered
 

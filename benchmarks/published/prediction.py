@@ -26,7 +26,7 @@ def predicted(name: str) -> Data:
     """A recipe beside its published runs, or the reason why there is nothing to compare."""
     bridge_jobs.prepare()
     try:
-        return _beside(name, runs.of_recipe(name, runs.read_runs(runs.PUBLISHED)))
+        return _beside(name, runs.of_recipe(name, runs.with_cards()))
     except AutorecomputeError as error:
         return {"recipe": name, "reason": bridge_jobs.reason(str(error), name)}
 

@@ -1,7 +1,9 @@
 """NVIDIA's published runs of Megatron Bridge, and which of them are of a recipe.
 
-Source: docs/performance-summary.md and docs/performance-summary-archive.md of Bridge, August 2026;
-the columns of PUBLISHED are theirs.
+PUBLISHED: docs/performance-summary.md and docs/performance-summary-archive.md of Bridge, August
+2026, whose columns it has. CARDS: examples/model_verification_cards/MODEL/card.yaml of the same
+Bridge, the mean of a run's last ten steps; a card names its recipe and the day it ran, which stands
+for the release.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PUBLISHED = ROOT / "benchmarks" / "data" / "bridge_published.csv"
+CARDS = ROOT / "benchmarks" / "data" / "bridge_cards.csv"
 TASKS = {"pretrain": "pretrain", "sft": "sft", "lora": "peft"}
 """Of the tables, as names of recipes have them."""
 FIELDS = {
@@ -44,7 +47,7 @@ class PublishedRun:
     """One row."""
 
     release: str
-    """Of NVIDIA's container: year and month, and a number."""
+    """Of NVIDIA's container: year and month, and a number; of a card: year, month and day."""
     recipe: str
     """How the names of its recipes begin; several have the sizes of other jobs."""
     sizes: Mapping[str, int]
@@ -139,6 +142,16 @@ def _tokens_per_s(row: Mapping[str, str]) -> float:
 def read_runs(path: Path) -> tuple[PublishedRun, ...]:
     """The rows that can be read."""
     return tuple(row for row in read(path) if isinstance(row, PublishedRun))
+
+
+def with_cards() -> tuple[PublishedRun, ...]:
+    """The rows of both tables that can be read."""
+    return read_runs(PUBLISHED) + read_runs(CARDS)
+
+
+def recipes_of_cards() -> set[str]:
+    """The names of the recipes that ran."""
+    return {f"{run.recipe}config" for run in read_runs(CARDS)}
 
 
 def all_read(path: Path) -> tuple[PublishedRun, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def add_job(parser: ArgumentParser) -> None:
         "job",
         nargs="?",
         metavar="JOB.yaml",
-        help="a file that describes the job: docs/job.md",
+        help="a file that describes the job: docs/files.md",
     )
     parser.add_argument(
         "--example",
@@ -74,7 +74,7 @@ def add_job(parser: ArgumentParser) -> None:
 
 
 def add_gpu(parser: ArgumentParser, default: str = "") -> None:
-    """Add `--gpu`, whose help has every known name; without a name the error has them, too.
+    """Add `--gpu`. Its help lists every known name; so does the error for a missing name.
 
     Args:
         parser: gets the flag.
@@ -112,7 +112,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def carried() -> list[str]:
-    """What this package carries profiles of, such as `llama3-70b on h100-80gb`."""
+    """The jobs and GPUs of the carried profiles, such as `llama3-70b on h100-80gb`."""
     return sorted(path.stem.replace(".", " on ") for path in EXAMPLES.glob("*.json"))
 
 
@@ -223,8 +223,21 @@ def command_with(args: Namespace, job: Job, settings: Mapping[str, Any]) -> str 
 
 
 def as_typed(args: Namespace, more: Sequence[str]) -> str:
-    """The command line as it was typed, with more options."""
+    """The command line as it was typed, with more options; each in place of a typed one of its
+    name, but for `--set`."""
     words = args.typed
     cut = words.index("--") if "--" in words else len(words)
-    whole = ["megatron-autorecompute", *words[:cut], *more, *words[cut:]]
+    flags = {word for word in more if word.startswith("--")} - {"--set"}
+    whole = ["megatron-autorecompute", *_without(flags, words[:cut]), *more, *words[cut:]]
     return streams.printable(shlex.join(whole))
+
+
+def _without(flags: Container[str], words: Iterable[str]) -> Iterator[str]:
+    """Words without some flags and the value of each."""
+    left = iter(words)
+    for word in left:
+        name, equals, _ = word.partition("=")
+        if name not in flags:
+            yield word
+        elif not equals:
+            next(left, None)

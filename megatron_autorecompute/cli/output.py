@@ -56,7 +56,7 @@ def without_effect(option: str, beside: str, why: str) -> OptionError:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where a command prints; where NO_COLOR is set, without bold too (https://no-color.org).
+    """The console of a command. NO_COLOR turns off bold as well (https://no-color.org).
 
     Brackets and colons in names are no markup.
     """
@@ -74,7 +74,7 @@ def print_result(args: Namespace, data: str, view: RenderableType) -> None:
 
 
 def output_file(args: Namespace) -> Path | None:
-    """The file that `-o` names, which can be written; None for none.
+    """The file that `-o` names, checked to be writable; None without `-o`.
 
     Standard output is no such file: the JSON is printed there, as with `--json`.
 

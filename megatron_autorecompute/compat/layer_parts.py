@@ -32,7 +32,7 @@ class Place:
     draws: bool = False
     """Whether it may draw random numbers."""
     instead: Callable[[Any], None] | None = None
-    """What it does besides, which a recompute that leaves it out must do; takes the owner."""
+    """A side effect, which a recompute without this function must have too; takes the owner."""
     product: bool = False
     """The batched product alone of the function."""
 
@@ -129,7 +129,7 @@ def why_not_experts(moe: Any) -> str | None:
 
 
 def why_not_part(layer: Layer, name: str) -> str | None:
-    """Why a part of experts, which a layer has, cannot run once; None for any other."""
+    """Why this part of a layer's experts cannot run once; None for any other part."""
     moe = getattr(layer, "mlp", None)
     of_experts = name in ("dispatch", "experts") and isinstance(moe, MoELayer)
     return why_not_experts(moe) if of_experts else None
@@ -173,8 +173,8 @@ def dispatch(layer: Layer) -> Iterator[Place]:
 
 
 def scope(layer: Layer, module: str) -> Iterator[torch.nn.Module]:
-    """What the checkpoint of one of our modules is around; nothing if the layer has none. Of
-    ln_out, which has no checkpoint, the linears whose norm runs again."""
+    """What the checkpoint of one of our modules contains; nothing if the layer lacks it. Of ln_out,
+    which has no checkpoint, the linears whose norm runs again."""
     mlp = getattr(layer, "mlp", None)
     if module == "ln_out":
         yield from fused_norms(layer)

@@ -1,8 +1,8 @@
 """Megatron's fine-grained activation offloading for a single layer: its rules and its switches.
 
-Every forward reads the switches again. Which groups there are, and which of them stay on the
-device, Megatron's manager learns in one step, the warm-up, in which all groups leave. So other
-switches need another manager, and another warm-up.
+Every forward reads the switches again. In one step, the warm-up, all groups leave. In it Megatron's
+manager learns which groups there are and which of them stay on the device. So other switches need
+another manager, and another warm-up.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def settings(layer: Layer) -> Iterator[tuple[Any, str]]:
 
 
 def own_switch(config: TransformerConfig) -> bool:
-    """The value of `SWITCH_OF_ALL` without a policy: with one Megatron has no offload_modules."""
+    """The value of `SWITCH_OF_ALL` that the config alone gives, without a policy."""
     return bool(getattr(config, SWITCH_OF_ALL, False) and config.offload_modules)
 
 

@@ -27,13 +27,13 @@ from megatron_autorecompute.meta.outside_torch import dispatcher
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """How many rows a rank's experts get of evenly routed tokens, and what they keep of them."""
+    """The rows that a rank's experts get and keep if tokens are routed evenly."""
 
     copies: int = 1
     """The copies of each token on all ranks that exchange tokens, divided by the ranks that hold
     different experts: router's top-k times expert tensor parallel ranks."""
     capacity: float | None = None
-    """`moe_expert_rank_capacity_factor`: tensors have room for so many times the even share."""
+    """`moe_expert_rank_capacity_factor`: the room of tensors, as a multiple of the even share."""
     multiple: int = 1
     """Rows of an expert are padded to it (moe_utils.py `get_align_size_for_quantization`)."""
     stashed: float | None = None

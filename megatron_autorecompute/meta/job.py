@@ -399,8 +399,8 @@ def read_description(path: str | Path) -> Any:
         text = json_records.read_text(path)
     except (OSError, ValueError) as error:
         raise OptionError(
-            f"Cannot read the job {path}: {json_records.reason(error)}. Give the path of a YAML "
-            "file."
+            f"Cannot read the job {json_records.named(path)}: {json_records.reason(error)}. Give "
+            "the path of a YAML file."
         ) from error
     try:
         data = yaml.load(text, Loader)

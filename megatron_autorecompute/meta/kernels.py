@@ -211,11 +211,23 @@ class _Linear(torch.autograd.Function):
         return dx, weight_gradient, None, None, None, None, None, None
 
 
+def _one_tensor(*parts: torch.Tensor) -> bool:
+    """Whether query, key and value are the thirds of every head of one tensor, which TE's fused
+    attention reads as it is (`get_qkv_layout`: sbh3d)."""
+    first, width = parts[0], parts[0].shape[-1]
+    return all(
+        part.untyped_storage()._cdata == first.untyped_storage()._cdata
+        and (part.shape, part.stride()) == (first.shape, first.stride())
+        and part.storage_offset() == index * width
+        for index, part in enumerate(parts)
+    )
+
+
 class _Attention(torch.autograd.Function):
-    """Fused attention. Saves: q, k, v, out and one fp32 per head and token (log-sum-exp), each in
-    its own memory. TE pytorch/attention/dot_product_attention/backends.py (`FusedAttnFunc`, and
-    flash_attn's `FlashAttnFunc`); k and v that are views of the projection are copied first
-    (`get_qkv_layout` makes them contiguous). Around flash_attn's, `Attention` copies."""
+    """Fused attention. Saves: q, k, v, out and one fp32 per head and token (log-sum-exp). TE
+    pytorch/attention/dot_product_attention/backends.py (`FusedAttnFunc`, and flash_attn's
+    `FlashAttnFunc`). Where q, k and v are not `_one_tensor`, those that are views of the projection
+    are copied first (`get_qkv_layout`). Around flash_attn's, `Attention` copies."""
 
     @staticmethod
     def forward(
@@ -226,7 +238,8 @@ class _Attention(torch.autograd.Function):
         share: float,
         window: int,
     ) -> torch.Tensor:
-        query, key, value = (part.contiguous() for part in (query, key, value))
+        if not _one_tensor(query, key, value):
+            query, key, value = (part.contiguous() for part in (query, key, value))
         out, statistics = ops.attention(query, key, value, share, window)
         ctx.save_for_backward(query, key, value, out, statistics)
         ctx.more = (share, window)
@@ -452,6 +465,7 @@ class _LinearModule(torch.nn.Module):
         norm = self.layer_norm_weight, self.layer_norm_bias
         shares = "" if self.adapter is None else self.shares
         kept = self.save_original_input
+        x = x.contiguous()  # TE pytorch/module/base.py `prepare_forward`
         y = _Linear.apply(
             x, self.weight, norm[0], self.split, self.precision, norm[1], kept, shares
         )

@@ -36,11 +36,13 @@ def _gemm_flops(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
 def _attention_flops(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any
 ) -> int:
-    """Two matrix products; a causal mask skips half of them, a window everything outside it."""
+    """Two matrix products; a causal mask skips half of them, a window everything outside it, of
+    which the first queries have less."""
     scale, window = more[-2], more[-1]
     sequence, batch, heads, width = query.shape
     keys = key.shape[0]
-    pairs = sequence * min(window, keys) if window else sequence * keys * scale
+    seen = min(window, keys)
+    pairs = sequence * (seen - seen * seen / keys / 2 if window else keys * scale)
     return int(2 * batch * heads * pairs * (width + value.shape[3]))
 
 

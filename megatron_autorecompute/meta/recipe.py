@@ -34,7 +34,7 @@ PERF_RECIPES = "megatron.bridge.perf_recipes"
 """Recipes of NVIDIA's own measured runs, one for each world and precision; Bridge 0.6 on."""
 
 NEWEST_TE = "2.14"
-"""A version of Transformer Engine that has what recipes ask for; bytes are of the job's."""
+"""A version of Transformer Engine that has what recipes ask for. Bytes follow the job's own."""
 
 TOWERS = ("vision_config", "vision_model_type", "audio_config", "thinker_config")
 """Fields of the providers whose model has a vision or audio tower before its decoder."""

@@ -113,6 +113,20 @@ TAKEN_BY_NCCL = 1 - 1.18 / 2.08
 """Share of a collective's time that a product beside it loses: on A100 one took 2.08 ms beside an
 all-gather of NCCL's, and 1.18 alone (NVIDIA/nccl issue 1428)."""
 _SPLIT = ("_allgather_base_", "_reduce_scatter_base_")
+NARROW = {9.0: 902 / 1393, 10.0: 902 / 1393}
+"""Share of attention's rate that heads of 64 reach, by CUDA's compute capability, where the
+exponentials take longer than the products: TFLOP/s forward with 64 and with 128 at 4,096 tokens,
+FlashAttention-4 on a Blackwell (Dao-AILab/flash-attention pull request 2605). On H200 cuDNN's are
+336, with a window of 1,024, and 591 (NVIDIA/cudnn-frontend at 3929da2e,
+benchmark/sdpa_benchmark_training/results). Blackwell Ultra computes two exponentials in the time of
+one ("Inside NVIDIA Blackwell Ultra", NVIDIA's technical blog)."""
+_NARROW_WIDTH = 64
+BESIDE_WINDOW = {9.0: 80, 10.0: 440, 10.3: 720}
+"""Keys that a query takes the time of beside its window, by the same: kernels compute whole tiles,
+and begin and end for few of them. cuDNN's milliseconds forward and backward with heads of 64 at
+4,096 tokens (same results): 0.358 and 1.042 on H200 (window 1,024, 2 samples of 64 heads), 0.210
+and 0.465 on GB200, 0.202 and 0.442 on GB300 (128, 2 of 128). Without a window as long are 1107, 572
+and 845 keys: of H200's and GB200's rates with heads of 128 and `NARROW`, on GB300 of GB200's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +244,7 @@ class Roofline(TorchDispatchMode):
         if "attention" in name:
             backward = name.endswith("backward")
             share = reached.attention_backward if backward else reached.attention
+            share *= self._filled_by_attention(args)
         else:
             share = reached.gemm if precision == "bf16" else reached.gemm_quantised
             share *= self._filled(name, args)
@@ -244,6 +259,12 @@ class Roofline(TorchDispatchMode):
         gradient = name == "gemm_weight_gradient"
         half = self.efficiency.half_rows_gradient if gradient else self.efficiency.half_rows
         return rows / (rows + half)
+
+    def _filled_by_attention(self, args: Any) -> float:
+        """Share of attention's rate that narrow heads and a window leave."""
+        capability, width, window = self.device.capability, args[0].shape[3], args[-1]
+        share = NARROW.get(capability, 1.0) if width <= _NARROW_WIDTH else 1.0
+        return share * (window / (window + BESIDE_WINDOW.get(capability, 0)) if window else 1.0)
 
     def _flops(self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> int:
         if func.namespace == ops.NAMESPACE:

@@ -401,7 +401,7 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
             f"To verify a plan its model is built again, but the profile's model.facts lack "
             f"{', '.join(lacking)}. Profiles that `auto` or `compare` measured of a GPTModel or a "
             "HybridModel have them: measure again, or write them into the profile "
-            "(docs/profile.md)."
+            "(docs/files.md)."
         )
     if facts["transformer_impl"] != "local":
         raise ProfileError(

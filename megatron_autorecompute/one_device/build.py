@@ -38,9 +38,9 @@ PRECISIONS = {
     "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
     "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
 }
-"""Megatron's fields for a job's precision; those that the job's config has come first."""
+"""Megatron's fields for a job's precision. Fields of the job's config replace them."""
 RUN_HERE = ("fp8", "fp4", "fp8_recipe", "moe_permute_fusion", "moe_router_fusion")
-"""Fields that the model on meta tensors is built without, and the one on a device is not."""
+"""Fields of the model on a device that the model on meta tensors is built without."""
 
 
 def device_of(name: str) -> torch.device:

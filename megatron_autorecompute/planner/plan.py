@@ -32,14 +32,12 @@ from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import (
     StageEvidence,
     StepEvidence,
+    simpler_within_errors,
     stage_evidence,
+    without_gave_way,
 )
 from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.planner.search.stage_problem import EARLY
-from megatron_autorecompute.planner.search.within_errors import (
-    simpler_within_errors,
-    without_gave_way,
-)
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Bytes, Choice, Profile, Version
 

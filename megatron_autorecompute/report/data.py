@@ -12,7 +12,7 @@ from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines,
 from megatron_autorecompute.planner.plan import ManualResult, Plan
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
-from megatron_autorecompute.planner.search.neighbours import changed_at
+from megatron_autorecompute.planner.search.neighbours import Neighbour, neighbours_at
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import WHOLE, LayerPolicy
 from megatron_autorecompute.report.recorded import RecordedStep
@@ -39,6 +39,8 @@ class ChoiceEffect:
     """Added bytes of the stage's peak, high end."""
     fits: bool
     """Whether the stage then stays within its budget."""
+    is_tie: bool
+    """Whether the profile's errors do not say which of both steps is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,27 +115,24 @@ def _effects(
     plan: Plan, problem: Problem, progress: Callable[[float], None]
 ) -> tuple[tuple[ChoiceEffect, ...], ...]:
     stages = {i: s for s, chunks in enumerate(plan.layout.stages) for c in chunks for i in c.layers}
-    changed = [changed_at(problem, plan.policy, layer) for layer in sorted(stages)]
-    problem.costs.replay(policy for of_layer in changed for _, policy in of_layer)
     now, effects = problem.cost(plan.policy), []
-    for (_, stage), of_layer in zip(sorted(stages.items()), changed, strict=True):
-        changes = [(one, problem.cost(to)) for one, to in of_layer]
+    layers = neighbours_at(problem, plan.policy, sorted(stages))
+    for (_, stage), others in zip(sorted(stages.items()), layers, strict=True):
         budget = plan.budget_bytes[stage]
-        effects.append(tuple(_effect(one, stage, now, cost, budget) for one, cost in changes))
+        effects.append(tuple(_effect(stage, now, other, budget) for other in others))
         progress(len(effects) / len(stages))
     return tuple(effects)
 
 
-def _effect(
-    choice: LayerPolicy, stage: int, now: PolicyCost, other: PolicyCost, budget: int
-) -> ChoiceEffect:
-    was, own = now.stages[stage], other.stages[stage]
+def _effect(stage: int, now: PolicyCost, other: Neighbour, budget: int) -> ChoiceEffect:
+    was, own = now.stages[stage], other.cost.stages[stage]
     return ChoiceEffect(
-        choice,
-        other.step_ms - now.step_ms,
+        other.choice,
+        other.cost.step_ms - now.step_ms,
         own.busy_ms - was.busy_ms,
         own.peak_high_bytes - was.peak_high_bytes,
         own.peak_high_bytes <= budget,
+        other.is_tie,
     )
 
 

@@ -103,6 +103,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
                         "busy": other.stage_busy_ms,
                         "bytes": other.peak_bytes,
                         "fits": other.fits,
+                        "tie": other.is_tie,
                     }
                     for other in effects
                 ],

@@ -64,7 +64,7 @@ class UnitCost:
     forward_ms: float
     """Time of the forward of one microbatch."""
     backward_ms: float
-    """Time of the backward of one microbatch, recompute included but what began early."""
+    """Time of the backward of one microbatch, with recompute that did not begin early."""
     recompute_ms: float
     """The part of backward_ms that recompute adds."""
 
@@ -105,7 +105,7 @@ class StageTimeline:
     end_ms: Times
     """Since the step began."""
     ahead_ms: Times
-    """How long recompute of the event runs that begins early, as soon as the event before ends."""
+    """Time of the event's recompute that begins early, as soon as the event before ends."""
     in_flight_bytes: Bytes
     """Bytes held by layers for microbatches that wait for their backward. Two events side by side
     (EP overlap) have as much as makes the highest point of each right."""

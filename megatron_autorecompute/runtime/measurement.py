@@ -100,9 +100,10 @@ class Measurement:
         points: keeps figures with the lengths they were seen at, if microbatches differ.
         routed: what experts got in the step that ends, as `SeenTokens.routed`.
         left: what left under choices that offload, by layer, on this rank.
-        host: beside the device, whose clock is read as well; None where there is no device.
-        timed: which choices are timed. One that offloads takes its times from the same choice
-            without, and another one that is not timed from its modules (`samples.of_parts`).
+        host: the clock of the host, read beside the device's; None where there is no device.
+        timed: which choices are timed. A choice that offloads takes the times of the same
+            choice without offload. Any other untimed choice takes the sum of what its modules add
+            (`samples.of_parts`).
     """
 
     def __init__(

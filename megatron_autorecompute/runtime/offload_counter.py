@@ -111,9 +111,9 @@ class SeenGroup:
     committed_ms: float
     """Time of the layer's forward, without copies, until the group's forward had run."""
     back_ms: float
-    """Time of the layer's backward, without copies, until the group's began."""
+    """Time of the layer's backward, without copies, until the group's backward began."""
     done_ms: float
-    """Time of the layer's backward, without copies, until the group's had run."""
+    """Time of the layer's backward, without copies, until the group's backward had run."""
 
     def of(self, record: ChoiceRecord) -> OffloadGroup:
         """The group in a record of the layer."""
@@ -150,7 +150,7 @@ def _host_bytes(groups: Sequence[SeenGroup]) -> int:
 
 
 def with_groups(record: ChoiceRecord, layers: Sequence[int], found: Groups) -> ChoiceRecord:
-    """A record with what left under its choice, on that of the layers that most left."""
+    """A record with the groups of its choice, of the layer from which most bytes left."""
     own = (found.get((layer, record.policy), ()) for layer in layers)
     groups = max(own, key=_host_bytes, default=())
     return replace(record, offload_groups=tuple(group.of(record) for group in groups))
@@ -281,7 +281,7 @@ class OffloadCounter:
     # --------------------------------------------------------------- in place of Megatron's methods
 
     def methods(self) -> dict[str, Callable[[Method], Method]]:
-        """By the names of Megatron's methods, what makes those that run in place of them."""
+        """For each of Megatron's methods, by name, a function that makes its replacement."""
         return {
             "offload": self._copy_out,
             "on_group_start_forward": self._start_forward,

@@ -300,7 +300,7 @@ def of_parts(
 ) -> ChoiceRecord | None:
     """A record with the times of a set of modules: those of `none`, and what each module adds to
     them where it alone is rerun. On the H100 and on the stand-in for one they add up
-    (docs/one-device.md). None where the record of a part is missing."""
+    (docs/no-device.md). None where the record of a part is missing."""
     alone = {(c.modules, c.keep, c.rerun_all): r for c, r in records.items() if not c.offload}
     parts = [
         alone.get(((module,), choice.keep, choice.rerun_all), alone.get(((module,), (), False)))

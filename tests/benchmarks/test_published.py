@@ -25,6 +25,10 @@ def job(mbs=1, gbs=256, seq=8192, **sizes):
     return SimpleNamespace(config=config, seq_length=seq, **batches)
 
 
+def all_runs():
+    return runs.all_read(runs.PUBLISHED) + runs.all_read(runs.CARDS)
+
+
 def same_releases(**changed):
     sizes = runs.sizes(job(**changed))
     own = runs.of_recipe(NAME, runs.all_read(runs.PUBLISHED))
@@ -191,7 +195,7 @@ def test_the_page_is_its_results_and_has_every_published_recipe():
     data = json.loads(RESULTS.read_text(encoding="utf-8"))
     assert page.text(data) == PAGE.read_text(encoding="utf-8")
     assert page.rows(data) == RESULTS.with_suffix(".md").read_text(encoding="utf-8")
-    known = runs.all_read(runs.PUBLISHED)
+    known = all_runs()
     names = [each["recipe"] for each in (*data["points"], *data["uncovered"])]
     assert data["runs"] == len(known)
     for run in known:
@@ -200,7 +204,7 @@ def test_the_page_is_its_results_and_has_every_published_recipe():
 
 
 def test_published_seconds_of_the_results_are_those_of_the_rows():
-    known = runs.all_read(runs.PUBLISHED)
+    known = all_runs()
     for point in json.loads(RESULTS.read_text(encoding="utf-8"))["points"]:
         own = runs.of_recipe(point["recipe"], known)
         same = [run for run in own if not run.others(point["sizes"])]
@@ -208,3 +212,24 @@ def test_published_seconds_of_the_results_are_those_of_the_rows():
         assert point["published"] == steps, point["recipe"]
         assert point["error"] == pytest.approx(point["predicted_s"] / same[0].step_s - 1, abs=0.001)
         assert point["role"] == results.role(point["recipe"])
+
+
+CARDS = {
+    "qwen3_8b_pretrain_16gpu_h100_bf16_config": (25.070320, 0.08),
+    "deepseek_v3_pretrain_1024gpu_h100_bf16_config": (61.756130, 0.08),
+    "gpt_oss_120b_pretrain_64gpu_gb200_bf16_config": (4.995630, 0.08),
+}
+"""By recipe: seconds, which are `last_10_steps_step_time_ms_avg` of its card, and the largest error
+of the prediction."""
+
+
+def test_the_tokens_of_a_card_are_those_of_its_step():
+    found = {f"{run.recipe}config": run.step_s for run in runs.all_read(runs.CARDS)}
+    assert found == pytest.approx({name: step for name, (step, _) in CARDS.items()}, rel=1e-6)
+
+
+def test_the_step_of_every_card_is_predicted_within_its_bound():
+    points = json.loads(RESULTS.read_text(encoding="utf-8"))["points"]
+    errors = {point["recipe"]: point["error"] for point in points}
+    for name, (_, largest) in CARDS.items():
+        assert abs(errors[name]) <= largest, name

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import ApplyError, PolicyError
@@ -125,22 +126,71 @@ def test_auto_without_anybody_who_decides_is_an_error():
         built(cfg)
 
 
-@pytest.mark.parametrize("policy", ["full", MIX, "selective[mlp]"])
-@pytest.mark.parametrize("adapted", [["linear_qkv", "linear_proj"], ["linear_fc1", "linear_fc2"]])
-def test_lora_behind_frozen_layers_gives_every_adapter_its_gradient(policy, adapted):
+def with_adapters(cfg, policy, targets, dropout=0.0):
+    """The bare chunks of the recipe with Bridge's LoRA, under a policy or without one."""
     from megatron.bridge.peft.lora import LoRA
 
-    def adapters(policy):
-        cfg = recipes.tiny_llama_pretrain_config()
-        cfg.peft = LoRA(dim=4, alpha=8, target_modules=adapted)
-        megatron_bridge.set_policy(cfg.model, policy)
-        resolved = megatron_bridge.resolve(cfg)
-        hooks = [megatron_bridge.apply_hook(resolved)] if policy else []
-        # As Bridge's setup does: the adapters come after our hook.
-        return gradients(built(cfg, *hooks, lambda model: cfg.peft(model, training=True)))
+    cfg.peft = LoRA(dim=4, alpha=8, dropout=dropout, target_modules=targets)
+    megatron_bridge.set_policy(cfg.model, policy)
+    resolved = megatron_bridge.resolve(cfg)
+    hooks = [megatron_bridge.apply_hook(resolved)] if policy else []
 
-    without, run = adapters(None), adapters(policy)
+    def adapt(model):
+        """As Bridge's setup does: the adapters come after our hook. Its second matrix is zero at
+        first, and the gradient of the other with it."""
+        model = cfg.peft(model, training=True)
+        for chunk in model:
+            for parameter in chunk.parameters():
+                if parameter.requires_grad:
+                    torch.nn.init.normal_(parameter, std=0.1)
+        return model
+
+    return built(cfg, *hooks, adapt)
+
+
+TARGETS = (["linear_qkv", "linear_proj"], ["linear_fc1", "linear_fc2"])
+POLICIES = (
+    *("full", MIX, "selective[mlp]", "full+all", "full/2", "full+keep[core_attn]"),
+    *("selective[mlp_act]", "selective[qkv]", "selective[mlp+qkv]", "selective[mlp_act+qkv]"),
+    "full*1,full+keep[core_attn]*1,selective[mlp_act+qkv]*1,selective[mlp]*1",
+)
+OF_EXPERTS = (
+    *("full", "full/2", "full+keep[core_attn]", "full+keep[dispatch]", "selective[moe]"),
+    *("selective[moe]+keep[dispatch]", "selective[experts]", "selective[qkv]"),
+    "full*1,full+keep[core_attn+dispatch]*1,selective[experts+qkv]*1,selective[moe]*1",
+)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("targets", [*TARGETS, TARGETS[0] + TARGETS[1]], ids="+".join)
+@pytest.mark.parametrize(
+    ("recipe", "policy"),
+    [("llama", one) for one in POLICIES] + [("moe", one) for one in OF_EXPERTS],
+)
+def test_lora_behind_frozen_layers_gives_every_adapter_its_gradient(
+    recipe, policy, targets, dropout
+):
+    make = getattr(recipes, f"tiny_{recipe}_pretrain_config")
+    without = gradients(with_adapters(make(), None, targets, dropout))
+    run = gradients(with_adapters(make(), policy, targets, dropout))
     trained = without[1].keys()
-    assert {name.split(".")[2] for name in trained if "adapter" in name} == {"0", "1", "2", "3"}
+    assert all("adapter" in name for name in trained)
+    assert {name.split(".")[2] for name in trained} == {"0", "1", "2", "3"}
+    assert all(gradient.any() for gradient in without[1].values())
     assert trained == run[1].keys()
     assert same_bits(without, run)
+
+
+@pytest.mark.parametrize("targets", TARGETS, ids="+".join)
+@pytest.mark.parametrize("choice", ["full", "selective[mlp]"])
+def test_dead_work_is_left_out_beside_bridges_adapters(choice, targets):
+    """fc2 of each layer: beside linear_fc2's adapter too, whose input is what fc2's was."""
+
+    def flops(policy):
+        chunks = with_adapters(recipes.tiny_llama_pretrain_config(), policy, targets)
+        with FlopCounterMode(display=False) as counter:
+            gradients(chunks)
+        return counter.get_total_flops()
+
+    fc2 = 2 * (2 * 32) * 128 * 64
+    assert flops(f"{choice}+all") - flops(choice) == 4 * fc2

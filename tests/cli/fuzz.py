@@ -305,7 +305,9 @@ class Inputs:
             how = rng.random()
             if how < 0.6:
                 texts = rng.choice([TEXTS, LIKELY, LIKELY])
-                words += [rng.choice([*PROBLEM, *OWN[verb]]), rng.choice(texts)]
+                flag, text = rng.choice([*PROBLEM, *OWN[verb]]), rng.choice(texts)
+                at = words.index(flag) if flag in words else len(words)  # twice it is refused
+                words[at : at + 2] = flag, text
             elif how < 0.8:
                 words.append(rng.choice(SWITCHES))
             elif how < 0.9:

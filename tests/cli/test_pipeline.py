@@ -138,14 +138,18 @@ def test_a_plan_file_is_planned_again_for_its_own_pipeline(estimated, tmp_path, 
 
 
 def test_a_searched_layout_keeps_its_flags_when_it_is_planned_again(tmp_path, capsys):
+    profile, small = Profile.load(LLAMA), tmp_path / "small.json"
+    (kind,) = profile.kinds
+    kinds = (replace(kind, layers=tuple(range(24))),)
+    replace(profile, model=replace(profile.model, num_layers=24), kinds=kinds).save(small)
     path, asked = tmp_path / "plan.json", ["--pp", "4", "--num-microbatches", "16"]
-    search = [*asked, "--search-layout", "--budget-gib", "26", "-o", str(path)]
-    first = plan(str(LLAMA), *search, capsys=capsys)
+    search = [*asked, "--search-layout", "--budget-gib", "6.4", "-o", str(path)]
+    first = plan(str(small), *search, capsys=capsys)
     assert first.megatron_flags
-    again = plan(str(path), "--budget-gib", "27", capsys=capsys)
+    again = plan(str(path), "--budget-gib", "7", capsys=capsys)
     assert (again.layout, again.megatron_flags) == (first.layout, first.megatron_flags)
-    even = plan(str(path), "--pp", "4", "--budget-gib", "27", capsys=capsys)
-    assert (even.layout, even.megatron_flags) == (Layout.from_flags(80, 4), {})
+    even = plan(str(path), "--pp", "4", "--budget-gib", "7", capsys=capsys)
+    assert (even.layout, even.megatron_flags) == (Layout.from_flags(24, 4), {})
 
 
 def measured(layout, **changed):

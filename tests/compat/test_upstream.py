@@ -1,4 +1,4 @@
-"""The seam of docs/upstream.md: with it in Megatron's sources, this package needs no patch."""
+"""The seam of patches/README.md: with it in Megatron's sources, this package needs no patch."""
 
 import re
 import runpy
@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(versions.installed() < Version("0.19"), reason="the diff is for 0.19 on"),
 ]
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "upstream.md").read_text()
+PAGE = (ROOT / "patches" / "README.md").read_text()
 DIFF = (ROOT / "patches" / "seam.diff").read_text()
 (ENTRY_POINTS,) = re.findall(r'^\[project\.entry-points\."(.*?)^```$', PAGE, re.M | re.S)
 LEFT_OUT = shutil.ignore_patterns("__pycache__")

@@ -182,6 +182,40 @@ class TestRoofline:
         assert clocks[1].seconds == pytest.approx(4 * clocks[0].seconds)
 
 
+ATTENTION_MS = {
+    "h200-141gb": ((64, 8, 1024), (591, 474), (0.358, 1.042)),
+    "gb200-186gb": ((128, 128, 128), (1408, 1148), (0.210, 0.465)),
+}
+"""Of NVIDIA/cudnn-frontend at 3929da2e, benchmark/sdpa_benchmark_training/results, all at 4,096
+tokens: heads, their groups and the window; TFLOP/s of cuDNN forward and backward with heads of 128
+and no window; milliseconds with 2 samples, heads of 64 and the window."""
+
+
+@pytest.mark.parametrize("name", ATTENTION_MS)
+def test_attention_with_narrow_heads_and_a_window_takes_as_long_as_cudnn(name):
+    (heads, groups, window), rates, measured = ATTENTION_MS[name]
+    gpu = replace(device(name), bandwidth_bytes=1e30)
+    shares = [1e12 * rate / gpu.rate("bf16") for rate in rates]
+    q = torch.empty(4096, 2, heads, 64, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(4096, 2, groups, 64, dtype=torch.bfloat16, device="meta")
+    clock = Roofline(gpu, Efficiency(attention=shares[0], attention_backward=shares[1]))
+    with clock:
+        out, statistics = ops.attention(q, k, k, 0.5, window)
+        forward_ms = 1e3 * clock.seconds
+        ops.attention_backward(q, k, k, out, statistics, out, 0.5, window)
+    assert 1e3 * clock.seconds == pytest.approx(sum(measured), rel=0.08)
+    assert forward_ms == pytest.approx(measured[0], rel=0.25)
+
+
+def test_heads_of_128_reach_what_a_device_does_without_a_window():
+    gpu = replace(device("gb200-186gb"), bandwidth_bytes=1e30)
+    q = torch.empty(4096, 2, 64, 128, dtype=torch.bfloat16, device="meta")
+    clock = Roofline(gpu, PEAKS)
+    with clock:
+        ops.attention(q, q, q, 0.5, 0)
+    assert clock.seconds == pytest.approx(clock.flops / gpu.rate("bf16"))
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_products_in_fp8_have_a_share_of_their_own(precision):
     x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")

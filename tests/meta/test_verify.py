@@ -108,10 +108,10 @@ def test_a_plan_is_what_megatrons_schedule_does_with_chunks(profile, tmp_path, c
 @pytest.mark.parametrize(
     ("text", "vp", "overlap_p2p_comm"),
     [
-        ("full+ahead", None, True),
+        pytest.param("full+ahead", None, True, marks=pytest.mark.any_version),
         ("none*1,full+ahead*2,none*1,full+ahead*4", None, True),
         ("full+ahead*2,none*2,full/2+ahead*4", 2, True),
-        ("full+ahead*2,none*2,full+ahead*4", 2, False),
+        pytest.param("full+ahead*2,none*2,full+ahead*4", 2, False, marks=pytest.mark.any_version),
     ],
 )
 def test_what_recomputes_ahead_counts_as_in_megatrons_schedule(profile, text, vp, overlap_p2p_comm):

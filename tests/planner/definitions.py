@@ -1,4 +1,4 @@
-"""What a step is and costs by the definitions of docs/profile.md alone, and a brute force.
+"""What a step is and costs by the definitions of docs/files.md alone, and a brute force.
 
 Profile, layout and schedule are read as data. Nothing here asks the planner, which is checked
 against it: not the order of events, not what is alive beside the layers, not what a checkpoint

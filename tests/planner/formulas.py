@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megatron_autorecompute.planner.cost.checks import check_at_least
+from megatron_autorecompute.planner.cost.layout import check_at_least
 
 
 def one_forward_one_backward_ms(stage_ms: Sequence[float], num_microbatches: int) -> float:

@@ -74,6 +74,7 @@ def test_no_choices_make_a_shorter_step_than_the_bound_and_none_is_slower_with_m
     assert best >= 0.8 * count, (best, count)
 
 
+@pytest.mark.long
 def test_a_larger_budget_makes_no_slower_plan():
     begun, count = 0, 0
     for problem in [problem_of(1 << 40), *itertools.islice(small_problems(), 6)]:

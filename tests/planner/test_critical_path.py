@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_autorecompute.planner.cost.critical_path import critical_paths
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.cost.step_time import finished
+from megatron_autorecompute.planner.cost.step_time import critical_paths, finished
 from tests.planner.random_schedules import schedules
 
 

@@ -18,6 +18,7 @@ from megatron_autorecompute.profile import (
 from tests.planner.asked import layout_of, shortest_of_all, uneven
 from tests.planner.random_profiles import problem_of_uneven_stages
 from tests.planner.search.random_steps import ONE_CHUNK, SEVERAL_CHUNKS, random_step
+from tests.planner.uniform_profiles import NONE, uniform_profile
 
 
 @pytest.mark.parametrize("budget", [350, 500, 900])
@@ -135,6 +136,17 @@ def test_a_layout_that_is_best_only_inside_the_noise_gives_way_to_the_asked_one(
     assert not unsure.megatron_flags
     assert "as asked, is taken: " in unsure.note
     assert unsure.evidence.bound_ms == sure.evidence.bound_ms < unsure.solution.cost.step_ms
+
+
+@pytest.mark.parametrize(("spread_ms", "said"), [(0.0, ", hardly less."), (0.5, " as long ")])
+def test_a_layout_that_gains_less_than_is_shown_is_no_gain_of_zero_percent(spread_ms, said):
+    """One microbatch takes as long on any layout, but a stage of three layers reruns one."""
+    full = ChoiceRecord("full", 4, 20, 30, 10.0, 20.0001, spread_ms)
+    asked = Problem(uniform_profile(4, NONE, full), layout_of((1, 3)), Schedule(2, 1, 1))
+    note = search_layout(asked.at(260)).note
+    assert said in note
+    assert "0.00%" not in note
+    assert "0.000%" not in note
 
 
 @pytest.mark.parametrize(("shapes", "number"), [(ONE_CHUNK, 40), (SEVERAL_CHUNKS[:1], 8)])

@@ -234,3 +234,22 @@ def test_a_layout_is_found_that_fits_with_its_copies(budget):
     found = search_layout(problems[1].at(budget))
     assert found.evidence.bound_ms <= best * (1 + 1e-9)
     assert found.solution.cost.step_ms == pytest.approx(best)
+
+
+def test_whole_layers_stay_whole_where_modules_may_leave_too():
+    whole = OffloadGroup("cpu_offloading", 80, 80, 1.0, 0.0, 1.0)
+    part = OffloadGroup("core_attn", 40, 40, 0.5, 0.4, 0.6)
+    none = ChoiceRecord("none", 100, 10, 30, 10.0, 20.0)
+    again = ChoiceRecord("selective[mlp]", 5, 10, 120, 10.0, 30.0)
+    some = ChoiceRecord("none+offload[core_attn]", 60, 50, 30, 10.0, 20.0, offload_groups=(part,))
+    moved = ChoiceRecord(
+        "none+offload[cpu_offloading]", 20, 90, 110, 10.0, 20.0, offload_groups=(whole,)
+    )
+    link = HostLink(80 / 16e6, 80 / 16e6, 1 << 40)  # a layer's copy takes 16 ms
+    profile = replace(uniform_profile(8, none, again, some, moved), host_link=link)
+    problem = Problem(profile, Layout.from_flags(8, 1), Schedule(1, 1, 4))
+    texts = [f"megatron:cpu_offloading/{n}" for n in range(4, 8)]
+    own = [problem.cost(RecomputePolicy.parse(text, num_layers=8)) for text in texts]
+    for budget in [cost.peak_high_bytes for cost in own]:
+        fits = [cost.step_ms for cost in own if cost.peak_high_bytes <= budget]
+        assert solve(problem.at(budget)).cost.step_ms <= min(fits)

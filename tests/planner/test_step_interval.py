@@ -16,9 +16,8 @@ from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.manual import best_manual
 from megatron_autorecompute.planner.search.neighbours import changed_at
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.solution import instead
+from megatron_autorecompute.planner.search.solution import instead, simpler_within_errors
 from megatron_autorecompute.planner.search.solve import solve
-from megatron_autorecompute.planner.search.within_errors import simpler_within_errors
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, StaticBytes
 from megatron_autorecompute.work_order import contains

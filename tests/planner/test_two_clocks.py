@@ -111,6 +111,7 @@ class Job:
         return StepErrors(costs, self.policy).interval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("binds", BINDS)
 def test_intervals_hold_the_step_of_both_clocks_in_as_many_profiles_as_they_say(binds):
     held, wide = 0, []

@@ -6,12 +6,17 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.cli.program import main
-from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.plan import Plan, make_plan
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.profile import ChoiceRecord
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html
 from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.words import size
 from testing.browser import chromium, opened
+from tests.planner.uniform_profiles import uniform_profile
 from tests.report.plans import copying_plan, early_plan, long_step
 from tests.support import EXAMPLE_JOBS
 
@@ -91,6 +96,22 @@ def test_what_begins_early_has_a_bar_of_its_own(browser, tmp_path):
         chunks = [list(cost.ahead_ms) for cost in plan.cost.stages]
         assert found.page.evaluate(begun) == chunks
         assert "recompute begun early" in found.page.inner_text("#pipeline-keys")
+        assert found.said == []
+
+
+@pytest.mark.parametrize("spread_ms", [0.0, 0.5])
+def test_a_choice_that_errors_do_not_tell_apart_is_a_tie_in_its_table(browser, tmp_path, spread_ms):
+    none = ChoiceRecord("none", 60, 10, 20, 10.0, 20.0, spread_ms)
+    full = ChoiceRecord("full", 10, 10, 20, 10.0, 20.5, spread_ms)
+    problem = Problem(uniform_profile(4, none, full), Layout.from_flags(4, 1), Schedule(1, 1, 4))
+    page = tmp_path / "plan.html"
+    page.write_text(html(report_data(make_plan(problem.at(1 << 40)))))
+    with opened(browser, page) as found:
+        found.page.locator("#policy [data-layer='2']").hover()
+        cells = found.page.locator("#tip td").all_inner_texts()
+        tied = found.page.locator("#tip th", has_text="tie").count()
+        assert (cells[-1], tied) == (("=", 1) if spread_ms else ("yes", 0))
+        assert ("tie: neither step is surely the shorter one" in found.tip) == bool(spread_ms)
         assert found.said == []
 
 

@@ -105,6 +105,7 @@ def test_a_layers_other_choices_are_those_that_explain_prints(data):
             assert effect.stage_busy_ms == pytest.approx(other.busy_ms - now.busy_ms)
             assert effect.peak_bytes == other.peak_high_bytes - now.peak_high_bytes
             assert effect.fits == (other.peak_high_bytes <= plan.budget_bytes[stage])
+        assert [effect.is_tie for effect in data.effects[layer]] == [one.is_tie for one in found]
 
 
 def test_no_setting_of_megatrons_beats_the_curve_in_the_same_bytes(data):

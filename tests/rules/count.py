@@ -54,7 +54,7 @@ def folder(name: str) -> str:
 
 
 def main() -> None:
-    """Print what a reader of docs/decisions/code.md may ask."""
+    """Print what a reader of CONTRIBUTING.md may ask."""
     arrows = graph()
     print(f"{PACKAGE}: {len(arrows)} files, {levels(arrows)} levels, ", end="")
     print(f"{sum(map(len, arrows.values()))} imports")

@@ -1,13 +1,15 @@
 """What each module of the package imports, read from its source."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "megatron_autorecompute"
 
 
-def imports(source: str) -> set[str]:
+@functools.cache
+def imports(source: str) -> frozenset[str]:
     """All that a source imports, in functions too: full names, a name out of a module included."""
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -16,7 +18,7 @@ def imports(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports are not followed here"
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+    return frozenset(found)
 
 
 def part(name: str) -> str:

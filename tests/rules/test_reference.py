@@ -1,5 +1,6 @@
 """Pages take fields, commands and exit codes from the code: scripts/reference.py writes them."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -13,12 +14,12 @@ def test_every_table_is_as_the_code_has_it_now():
     pages = {page.name: page.read_text() for page in SCRIPT["PAGES"]}
     assert [name for name, text in pages.items() if SCRIPT["updated"](text) != text] == []
     written = {name for name, text in pages.items() if "<!-- end of reference -->" in text}
-    assert written == {"exit-codes.md", "job.md", "plan-file.md", "profile.md"}
+    assert written == {"exit-codes.md", "files.md"}
 
 
 def test_every_field_of_a_profile_a_plan_and_a_job_is_explained():
-    for name in ("profile.md", "plan-file.md", "job.md"):
-        rows = [line for line in (ROOT / "docs" / name).read_text().splitlines() if "| `" in line]
+    for part in re.split(r"^## ", (ROOT / "docs/files.md").read_text(), flags=re.MULTILINE)[1:]:
+        rows = [line for line in part.splitlines() if "| `" in line]
         assert len(rows) > 40
         assert [row for row in rows if row.endswith("|  |")] == []
 

@@ -213,7 +213,7 @@ def without_us(name, **fields):
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(rng=st.randoms(use_true_random=False))
 def test_random_policies_change_no_bit_of_losses_gradients_and_updated_weights(name, rng):
     modules, fields = MODELS[name]

@@ -2,7 +2,7 @@
 
 import random
 import statistics
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -23,7 +23,18 @@ from tests.oracle_device import Device, Reader
 
 BINDS = {"device": (1.4, 3.0), "mixed": (0.85, 1.15), "host": (0.35, 0.75)}
 """What a step's kernels take, in what its launches take, under no recompute."""
-POLICIES, BUDGETS = 40, 8
+
+
+@dataclass(frozen=True)
+class Size:
+    """Layers of random models, from and to; policies and budgets of each."""
+
+    layers: tuple[int, int]
+    policies: int
+    budgets: int
+
+
+OF_A_TEST, OF_THE_TABLE = Size((3, 4), 20, 4), Size((4, 6), 40, 8)
 
 
 class Clock:
@@ -44,13 +55,13 @@ class Clock:
 class OnDevice:
     """A random model of Megatron's layers on a random device."""
 
-    def __init__(self, seed, binds):
+    def __init__(self, seed, binds, layers):
         from megatron.core import parallel_state
 
         rng = random.Random(f"{seed} {binds}")
         parallel_state.initialize_model_parallel()
         case = rng.choice([cases.DENSE, cases.MLA]).sized(tiny=True)
-        layers, microbatches = rng.randint(4, 6), rng.choice([2, 3])
+        layers, microbatches = rng.randint(*layers), rng.choice([2, 3])
         shape = replace(case.shape, num_layers=layers, num_microbatches=microbatches)
         self.job = cases.built(replace(case, shape=shape))
         self.device = Device(f"{seed} {binds}", binds)
@@ -115,11 +126,11 @@ def added_up(profile):
                 yield (found.forward_ms + found.backward_ms) / true_ms - 1
 
 
-def compared(seed, binds):
+def compared(seed, binds, size):
     """Of random policies the bytes, the predicted step with its interval, and the true one; by how
     much plans are slower than the fastest of them that fits; what is said of the host; `added_up`.
     """
-    own = OnDevice(seed, binds)
+    own = OnDevice(seed, binds, size.layers)
     own.device.is_quiet = False
     profile, layers = own.profile(), own.shape.num_layers
     layout, schedule = Layout.from_flags(layers, 1), Schedule(1, 1, own.shape.num_microbatches)
@@ -127,15 +138,15 @@ def compared(seed, binds):
     rest_ms, most_ms = own.rest_ms(problem)
     own.device.is_quiet = True
     rows = []
-    for policy in random_policies(profile, POLICIES):
+    for policy in random_policies(profile, size.policies):
         cost, found = problem.cost(policy), StepErrors(problem.costs, policy).interval()
         ends = found.low_ms + rest_ms, found.high_ms + most_ms
         peak, predicted_ms = cost.peak_high_bytes, cost.step_ms + rest_ms
         rows.append((peak, predicted_ms, *ends, *own.step_ms(policy)))
     lean, fast = problem.stages.leanest[0].peak_bytes, problem.stages.fastest[0].peak_bytes
     slower, said = [], []
-    for number in range(BUDGETS):
-        plan = make_plan(problem.at(lean + (fast - lean) * number // (BUDGETS - 1)))
+    for number in range(size.budgets):
+        plan = make_plan(problem.at(lean + (fast - lean) * number // (size.budgets - 1)))
         (own_ms,) = own.step_ms(plan.policy)
         fitting = [row[-1] for row in rows if row[0] <= plan.budget_bytes[0]]
         slower.append(own_ms / min(fitting, default=own_ms) - 1)
@@ -146,7 +157,7 @@ def compared(seed, binds):
 @pytest.mark.newest_version
 @pytest.mark.parametrize("binds", BINDS)
 def test_steps_and_the_order_of_policies_are_those_of_the_device(binds):
-    rows, slower, said, apart = run_ranks(compared, 1, 0, binds, timeout_s=900)[0]
+    rows, slower, said, apart = run_ranks(compared, 1, 0, binds, OF_A_TEST, timeout_s=900)[0]
     errors = [abs(predicted_ms / true_ms - 1) for _, predicted_ms, _, _, true_ms in rows]
     assert statistics.median(errors) < 0.02
     assert max(errors) < 0.05
@@ -162,7 +173,9 @@ def table(seeds, names):
     """Prints what random models give; for the page of the decision."""
     for binds in names:
         for seed in range(seeds):
-            rows, slower, said, _ = run_ranks(compared, 1, seed, binds, timeout_s=900)[0]
+            rows, slower, said, _ = run_ranks(
+                compared, 1, seed, binds, OF_THE_TABLE, timeout_s=900
+            )[0]
             signed = [predicted / true - 1 for _, predicted, _, _, true in rows]
             errors = [abs(each) for each in signed]
             held = statistics.mean(low <= true <= high for _, _, low, high, true in rows)

@@ -1,6 +1,9 @@
 """No policy changes a bit of layers that run Transformer Engine's own Python."""
 
 import copy
+import json
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -161,3 +164,20 @@ def test_saved_tensors_that_cannot_be_told_apart_are_refused():
         other(torch.ones(2, 4))
     ours.undo()
     fused(torch.ones(2, 4, requires_grad=True))
+
+
+def test_no_choice_changes_a_bit_on_two_tensor_parallel_ranks(tmp_path):
+    module = "tests.transformer_engine.two_ranks"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), str(tmp_path / "store")],
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        said, _ = rank.communicate(timeout=240)
+        assert rank.returncode == 0
+        found = json.loads(said.splitlines()[-1])
+        assert set(found) > {"full", "selective[qkv]"}
+        assert not any(found.values()), found

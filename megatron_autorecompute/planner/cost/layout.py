@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.cost.checks import check_at_least, check_chunks
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 
 _MAX_LAYOUT_LENGTH = 10_000  # a mistyped t*9999999999 must not fill the memory
@@ -365,4 +364,20 @@ def _check_counts(rows: Sequence[str], num_layers: int, mtp_num_layers: int) -> 
         raise PipelineError(
             f"Layout {'|'.join(rows)!r} has {flat.count('t')} layers and {flat.count('m')} MTP "
             f"depths; the model has {num_layers} and {mtp_num_layers}."
+        )
+
+
+def check_at_least(least: int, **values: int) -> None:
+    """Raise PipelineError, with the name, if one of the values is below `least`."""
+    for name, value in values.items():
+        if value < least:
+            raise PipelineError(f"{name} is {value}; it must be at least {least}.")
+
+
+def check_chunks(pp: int, vp: int) -> None:
+    """Raise PipelineError for several chunks (vp) on a single stage (pp)."""
+    if vp > 1 and pp == 1:
+        raise PipelineError(
+            f"Asked for {vp} chunks on a single stage: Megatron interleaves only between two or "
+            "more stages. Use one chunk or more stages."
         )

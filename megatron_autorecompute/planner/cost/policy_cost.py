@@ -258,13 +258,18 @@ class PolicyCosts:
         """The step of both clocks without recompute; 0 where the host's is not known."""
         return self._both_ms(self._fastest, self._units("nominal", self._fastest)) or 0.0
 
+    @cached_property
+    def clock_tables(self) -> tuple[CostTable, ...]:
+        """The records as they are, of each of `clocks`."""
+        return tuple(map(CostTable, self.clocks))
+
     def _on_host(self, policy: RecomputePolicy) -> StageUnits | None:
         return None if self._host is None else self._host.units(self.layout, policy)
 
     @cached_property
     def _host(self) -> CostTable | None:
         """The tables of the host's times."""
-        return CostTable(self.clocks[1]) if len(self.clocks) > 1 else None
+        return self.clock_tables[1] if len(self.clocks) > 1 else None
 
     def _units(self, bound: Bound, policy: RecomputePolicy) -> StageUnits:
         return [[self._chunk_units(bound, c, policy) for c in own] for own in self.layout.stages]

@@ -14,18 +14,17 @@ from numpy.typing import NDArray
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost.arrays import Bools
-from megatron_autorecompute.planner.cost.checks import check_at_least, check_chunks
-from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout import Layout, check_at_least, check_chunks
 
 Direction = Literal["forward", "backward"]
 MOST_MICROBATCHES = 1 << 40
-"""Limit on a step's microbatches; far from where counts of events leave 64 bits."""
+"""Limit on a step's microbatches. Counts of events then fit in 64 bits by far."""
 MOST_IN_GROUPS = 1 << 11
 """Limit on the forwards of a group of microbatches in all chunks, all of which are in flight."""
 _GROUPS = 5
 """Groups of microbatches after which a long schedule shows no new moment."""
 _SETTLED = 3
-"""Groups with whose backwards every moment of the steady state has been there once."""
+"""Groups after whose backwards every moment of the steady state has occurred once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +161,7 @@ class Schedule:
         return replace(self, num_microbatches=min(m // size, whole) * size + m % size)
 
     def microbatches(self, stage: int, events: Sequence[int]) -> list[int]:
-        """The microbatches of the first events here that are like some of the shortened schedule.
+        """For events of the shortened schedule, the microbatches of the first equal events here.
 
         `events` are positions in `shortened().events(stage)`.
         """

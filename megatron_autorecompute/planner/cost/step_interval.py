@@ -13,15 +13,15 @@ joint size is as improbable as the end says, found by going from path to path.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from statistics import NormalDist
 
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
-from megatron_autorecompute.planner.cost.critical_path import critical_paths
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.cost.schedule import Schedule
@@ -31,7 +31,7 @@ from megatron_autorecompute.planner.cost.stage_times import (
     residual_times,
     times_of,
 )
-from megatron_autorecompute.planner.cost.step_time import finished, step_unit
+from megatron_autorecompute.planner.cost.step_time import critical_paths, finished, step_unit
 from megatron_autorecompute.planner.cost.two_clocks import records_of
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable, Unit
 from megatron_autorecompute.policy import RecomputePolicy
@@ -96,6 +96,28 @@ def is_tie(kind: LayerKind, record: ChoiceRecord) -> bool:
     return False
 
 
+def ties(
+    costs: PolicyCosts, policy: RecomputePolicy, others: Iterable[RecomputePolicy]
+) -> Iterator[bool]:
+    """Whether errors leave open which is shorter, the step of a policy or that of each other one.
+
+    Where no time errs: whether both steps are equal.
+    """
+    if not any(map(_errs, costs.clocks)):
+        step_ms = costs.of(policy).step_ms
+        yield from (costs.of(other).step_ms == step_ms for other in others)
+        return
+    own = StepErrors(costs, policy)
+    yield from (own.ties_with(StepErrors(costs, other)) for other in others)
+
+
+def _errs(profile: Profile) -> bool:
+    outside = profile.embedding, profile.head, profile.final_norm
+    records = [record for kind in profile.kinds for record in kind.choices]
+    records += [record for record in outside if record is not None]
+    return bool(profile.times_error) or any(map(deviation_ms, records))
+
+
 class StepErrors:
     """Errors of the step of one policy.
 
@@ -105,7 +127,7 @@ class StepErrors:
     """
 
     def __init__(self, costs: PolicyCosts, policy: RecomputePolicy) -> None:
-        self._clocks = [_Clock(costs, policy, profile) for profile in costs.clocks]
+        self._clocks = [_Clock(costs, policy, table) for table in costs.clock_tables]
         """The clock of the device and, where it is known, that of the host."""
         longest_ms = max(clock.step_ps for clock in self._clocks) / PS_PER_MS
         self.waits_ms = max(0.0, costs.of(policy).step_ms - longest_ms)
@@ -139,12 +161,12 @@ class StepErrors:
 class _Clock:
     """Errors of a step that one clock alone decides.
 
-    profile: with that clock's times.
+    table: the costs of that clock's times.
     """
 
-    def __init__(self, costs: PolicyCosts, policy: RecomputePolicy, profile: Profile) -> None:
-        self.policy, self._layout, self._profile = policy, costs.layout, profile
-        self._table = CostTable(profile)
+    def __init__(self, costs: PolicyCosts, policy: RecomputePolicy, table: CostTable) -> None:
+        self.policy, self._layout, self._profile = policy, costs.layout, table.profile
+        self._table = table
         units = [
             [self._table.chunk_units(chunk, policy) for chunk in chunks]
             for chunks in costs.layout.stages
@@ -227,8 +249,16 @@ class _Reading:
         self.schedule, self.times, self.errors = schedule, times, errors
         self.unit = step_unit(schedule, 2.0 * float(times.busy.sum()))
         self.step_ps = self._step_ps(times)
-        self.saved_ps = self._step_ps(replace(times, ahead=None)) - self.step_ps
-        self.paths = self._paths_of(times)
+
+    @cached_property
+    def saved_ps(self) -> float:
+        """What beginning ahead takes off the step."""
+        return self._step_ps(replace(self.times, ahead=None)) - self.step_ps
+
+    @cached_property
+    def paths(self) -> list[Ints]:
+        """The longest paths of the step."""
+        return self._paths_of(self.times)
 
     def ends_ps(self) -> tuple[float, float]:
         """Low and high end."""
@@ -246,9 +276,12 @@ class _Reading:
 
     def is_surely_shorter(self, other: _Reading) -> bool:
         """See `StepErrors.surely_shorter`."""
+        more_ps = other.step_ps - self.step_ps
+        if more_ps <= 0 or not (self.errors or other.errors):
+            return more_ps > 0
         own, others = self._slopes(self.paths[0]), other._slopes(other.paths[0])
         apart = {s: own.get(s, 0.0) - others.get(s, 0.0) for s in {**own, **others}}
-        return other.step_ps - self.step_ps > _SURELY * _size(apart)
+        return more_ps > _SURELY * _size(apart)
 
     def _paths_of(self, times: Times) -> list[Ints]:
         return critical_paths(

@@ -15,7 +15,6 @@ import numpy as np
 
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.cost.arrays import Ints
-from megatron_autorecompute.planner.cost.critical_path import critical_paths
 from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import (
@@ -27,15 +26,19 @@ from megatron_autorecompute.planner.cost.layout_flags import (
 )
 from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times
 from megatron_autorecompute.planner.cost.step_interval import StepErrors
-from megatron_autorecompute.planner.cost.step_time import step_unit
+from megatron_autorecompute.planner.cost.step_time import critical_paths, step_unit
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
 from megatron_autorecompute.planner.search.manual import fastest_whole, may_offload
+from megatron_autorecompute.planner.search.master import length
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.replay import length
-from megatron_autorecompute.planner.search.solution import Solution, StepEvidence, nearness
+from megatron_autorecompute.planner.search.solution import (
+    Solution,
+    StepEvidence,
+    gave_way,
+    nearness,
+)
 from megatron_autorecompute.planner.search.solve import solve, try_solve
-from megatron_autorecompute.planner.search.within_errors import gave_way
 
 
 class LeastSteps:
@@ -149,6 +152,8 @@ INTERLEAVED = (
 )
 _PARTITIONS = 2000
 """Up to which all are looked at."""
+_SHOWN = 5e-5
+"""A smaller share is 0.00% in the note."""
 _MOST_PRICED = 128
 """Layouts whose steps are bounded as closely as can be."""
 _LAYERS_SOLVED = 1 << 10
@@ -300,10 +305,11 @@ def _gain(chosen: Problem, best: Solution, asked: Solution | None) -> str:
     if best is asked:
         return f"Layers per stage {layers}, as asked: no layout was found with a shorter step."
     now_ms = asked.cost.step_ms
-    gain = 100 * (now_ms - best.cost.step_ms) / now_ms
+    gain = (now_ms - best.cost.step_ms) / now_ms
+    less = f"{gain:.2%} less" if gain >= _SHOWN else "hardly less"
     return (
         f"Layers per stage {layers}: {best.cost.step_ms:.1f} ms a step against {now_ms:.1f} ms "
-        f"with the asked layout, {gain:.2f}% less."
+        f"with the asked layout, {less}."
     )
 
 

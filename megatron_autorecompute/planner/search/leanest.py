@@ -100,11 +100,10 @@ def _peak_bytes(problem: StageProblem, found: _Found) -> int:
 
 
 class _Chunk:
-    """Finds the choices of one chunk that hold the least; keeps what it was asked."""
+    """Finds the choices of one chunk that hold the least."""
 
     def __init__(self, units: ChunkUnits) -> None:
         self.units = units
-        self._known: list[tuple[Ints, tuple[_Way | None, int]]] = []
         self._options = [
             units.options(place, np.arange(2, len(more) + 2))
             for place, more in enumerate(units.together)
@@ -114,19 +113,9 @@ class _Chunk:
         """The choices that hold the least of those below both limits, None where there are none;
         and by how much higher limits may be for the same answer.
 
-        What is found below some limits is the answer below all lower ones that it meets, too.
+        From the first unit to the last it keeps the choices with the least held before each place,
+        of these the ones with the fewest runs of equal choices.
         """
-        for known, answer in self._known:
-            way = answer[0]
-            meets = way is not None and (way.figures[HIGHEST] <= limits).all()
-            if (limits == known).all() or (meets and (limits <= known).all()):
-                return answer
-        self._known.append((limits, self._least(limits)))
-        return self._known[-1][1]
-
-    def _least(self, limits: Ints) -> tuple[_Way | None, int]:
-        """The choices with the least held before each place, from the first unit to the last, and
-        then the fewest runs of equal choices."""
         places, short_bytes = self.units.places, _FAR
         held, runs = np.full(places + 1, _FAR), np.zeros(places + 1, np.int64)
         held[0], came, last = 0, np.zeros((places + 1, 2), np.int64), [-1] * (places + 1)

@@ -16,14 +16,82 @@ from typing import Any
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.step_time import (
+    critical_paths,
+    finished,
+    one_path_each,
+    step_unit,
+)
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
-from megatron_autorecompute.planner.search.replay import Replay, length
 from megatron_autorecompute.planner.search.stage_plans import StagePlans
 from megatron_autorecompute.planner.search.stage_problem import HELD
 
+_GROUPS = 8
+"""The groups of microbatches beyond which a step mostly repeats."""
+_EVENTS = 1 << 21
+"""Replayed at once."""
+
+
+class Replay:
+    """Replays one schedule.
+
+    Args:
+        schedule: the order of events.
+        residual: added to the time of every event, `[direction, stage, chunk]`, ps.
+        most_ps: more than one microbatch takes on all stages together.
+    """
+
+    def __init__(self, schedule: Schedule, residual: Ints, most_ps: float) -> None:
+        self.schedule, self.residual = schedule, residual
+        self.unit = step_unit(schedule, most_ps)
+        """Picoseconds that steps are counted in."""
+
+    def times(self, own: Ints) -> Ints:
+        """Own times with the residual, `[direction, stage, chunk]`, ps."""
+        found: Ints = np.maximum(own + self.residual, 0)
+        return found
+
+    def step(self, times: Ints) -> int:
+        """The step in units."""
+        return int(self.steps(times[..., None])[0])
+
+    def steps(self, times: Ints) -> Ints:
+        """The steps of candidates, which are the last dimension of the times."""
+        forward, backward = times // self.unit
+        found: Ints = finished(self.schedule, forward, backward).max(axis=0)
+        return found
+
+    @property
+    def candidates(self) -> int:
+        """How many are replayed at once."""
+        return max(8, _EVENTS // self.events)
+
+    @property
+    def events(self) -> int:
+        """The events of a step, without what repeats."""
+        schedule = self.schedule
+        microbatches = min(schedule.num_microbatches, _GROUPS * schedule.group_size)
+        return 2 * microbatches * schedule.num_stages * schedule.num_chunks
+
+    def paths(self, times: Ints) -> list[Ints]:
+        """How often each event is on a longest path, `[direction, stage, chunk]`."""
+        return critical_paths(self.schedule, *(times // self.unit))
+
+    def paths_if_slower(self, times: Ints, share: int) -> list[Ints]:
+        """The longest paths if one stage after another took a share more."""
+        slower = np.repeat(times[..., None], times.shape[1], axis=-1)
+        for stage in range(times.shape[1]):
+            slower[:, stage, :, stage] += slower[:, stage, :, stage] // share
+        return one_path_each(self.schedule, *(slower // self.unit))
+
+
+def length(path: Ints, times: Ints | Floats) -> float:
+    """The time of a path through the schedule, in the unit of `times`."""
+    return float((path.astype(np.float64) * times).sum())
+
+
 _TOLERANCE = 1e-7
-_FRESH = 10
-"""Paths that are added in a round at most."""
 _IDLE = 4
 """Rounds after which a path that has no share may go."""
 _PATHS = 80
@@ -250,10 +318,8 @@ class Master:
         for one in points:
             self.center = min(self.center, (self.replay.step(one), one), key=lambda own: own[0])
         self._forget()
-        lengths = [length(path, times) for path in found]
-        order = sorted(range(len(found)), key=lambda at: -lengths[at])
-        longer = [found[at] for at in order if lengths[at] > step * (1 + 1e-6)]
-        return self.know(longer[:_FRESH])
+        found.sort(key=lambda path: -length(path, times))
+        return self.know([path for path in found if length(path, times) > step * (1 + 1e-6)])
 
     def _forget(self) -> None:
         if len(self.paths) > _PATHS:

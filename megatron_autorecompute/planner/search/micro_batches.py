@@ -20,9 +20,8 @@ from megatron_autorecompute.planner.search.layouts import (
     proof_of_all,
 )
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.solution import StepEvidence
+from megatron_autorecompute.planner.search.solution import StepEvidence, gave_way
 from megatron_autorecompute.planner.search.solve import solve, try_solve
-from megatron_autorecompute.planner.search.within_errors import gave_way
 from megatron_autorecompute.profile import Profile
 
 FLAG = "--micro-batch-size"

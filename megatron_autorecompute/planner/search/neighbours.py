@@ -1,13 +1,14 @@
-"""Policies that differ from one at a single layer."""
+"""Policies that differ from a given policy at a single layer."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
-from megatron_autorecompute.planner.cost.step_interval import StepErrors
+from megatron_autorecompute.planner.cost.step_interval import ties
 from megatron_autorecompute.planner.search.manual import settings_of_whole_layers
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy
@@ -22,7 +23,7 @@ class Neighbour:
     cost: PolicyCost
     """That of the whole policy."""
     is_tie: bool
-    """Whether the profile's errors do not say which of both steps is shorter."""
+    """Whether the difference of both steps is within the profile's errors."""
 
 
 def neighbours(problem: Problem, policy: RecomputePolicy, layer: int) -> list[Neighbour]:
@@ -30,11 +31,23 @@ def neighbours(problem: Problem, policy: RecomputePolicy, layer: int) -> list[Ne
 
     Raises: as `changed_at`.
     """
-    own = StepErrors(problem.costs, policy)
-    return [
-        Neighbour(choice, problem.cost(other), own.ties_with(StepErrors(problem.costs, other)))
-        for choice, other in changed_at(problem, policy, layer)
-    ]
+    (found,) = neighbours_at(problem, policy, [layer])
+    return found
+
+
+def neighbours_at(
+    problem: Problem, policy: RecomputePolicy, layers: Iterable[int]
+) -> Iterator[list[Neighbour]]:
+    """The neighbours at each of some layers: their steps are replayed together.
+
+    Raises: as `changed_at`.
+    """
+    changed = [changed_at(problem, policy, layer) for layer in layers]
+    others = [other for of_layer in changed for _, other in of_layer]
+    problem.costs.replay(others)
+    tied = ties(problem.costs, policy, others)
+    for of_layer in changed:
+        yield [Neighbour(choice, problem.cost(other), next(tied)) for choice, other in of_layer]
 
 
 def changed_at(

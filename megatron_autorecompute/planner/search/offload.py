@@ -38,10 +38,10 @@ from megatron_autorecompute.planner.search.manual import (
 )
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.shortest import shortest
-from megatron_autorecompute.planner.search.shrunk import Less, shrunk
 from megatron_autorecompute.planner.search.solution import Solution, proven
+from megatron_autorecompute.planner.search.stage import Less, shrunk
 from megatron_autorecompute.planner.search.stage_problem import OnlyChoices, put_together
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, LayerKind, Profile
 from megatron_autorecompute.units import gib
 from megatron_autorecompute.work_order import contains
@@ -175,7 +175,8 @@ def spread(problem: Problem, policy: RecomputePolicy, *, late: bool) -> Recomput
     layers = list(policy.layers)
     for chunk in problem.layout.chunk_layers():
         for kind in problem.profile.kinds:
-            own = [i for i in chunk if i in kind.layers and layers[i].group == 1]
+            movable = (i for i in chunk if layers[i].group == 1 and layers[i] != WHOLE)
+            own = [i for i in movable if i in kind.layers]
             choices = sorted((layers[i] for i in own), key=lambda choice: not choice.offload)
             moved = sum(bool(choice.offload) for choice in choices)
             for index, choice in zip(own, _evenly(choices, moved, late=late), strict=True):
@@ -220,7 +221,7 @@ class _Replays:
                 changes = {
                     i: replace(policy.layers[i], offload=())
                     for i in layers[first : first + size]
-                    if policy.layers[i].offload
+                    if policy.layers[i].offload and policy.layers[i] != WHOLE
                 }
                 if not changes or not self._may(changes):
                     continue

@@ -7,8 +7,9 @@ the best known plan's are dropped. A stage with one long chunk is searched again
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -432,47 +433,27 @@ class _Sums:
             left = stage.room[self.moment] - load[:, self.moment, None] - own[:, self.moment]
             least_of_all = sums + self.fronts[c].least(left) - self.paid
             a, b = np.nonzero(least_of_all <= most)
-            beside = _Beside(load, own, a, b, stage.room - after[c])
+            fit = partial(_fit_together, load, own, (a, b), stage.room - after[c])
             most_kept = width * (4 if c + 1 == len(self.costs) else 1)
-            at, dropped = _first_fitting(least_of_all[a, b], beside, most_kept)
+            at, dropped = _first_fitting(least_of_all[a, b], fit, most_kept)
             cut, a, b = min(cut, dropped), a[at], b[at]
             rows = np.column_stack([rows[a], self.rows[c][b]])
             load, total = load[a] + own[b], sums[a, b]
         return rows, cut - SLACK * (abs(cut) + abs(self.paid)) if cut < np.inf else cut
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Beside:
-    """Plans of the chunks so far and of the next one, in pairs, and the room of both together."""
-
-    load: Ints
-    own: Ints
-    a: Ints
-    b: Ints
-    room: Ints
-
-    def fit(self, pairs: Ints) -> Bools:
-        """Which of some pairs fit."""
-        needs = self.load[self.a[pairs]] + self.own[self.b[pairs]]
-        return np.asarray((needs <= self.room).all(axis=1))
+def _fit_together(load: Ints, own: Ints, pairs: tuple[Ints, Ints], room: Ints, some: Ints) -> Bools:
+    """Which of some pairs of plans, of the chunks so far and of the next one, fit."""
+    a, b = pairs
+    return np.asarray((load[a[some]] + own[b[some]] <= room).all(axis=1))
 
 
-def _first_fitting(costs: Floats, pairs: _Beside, width: int) -> tuple[Ints, float]:
+def _first_fitting(costs: Floats, fit: Callable[[Ints], Bools], width: int) -> tuple[Ints, float]:
     """The cheapest that fit, up to a width, and the least that any that is left out costs."""
-    left, found, count = np.arange(len(costs)), [np.zeros(0, np.int64)], 0
-    while len(left):
-        some = left
-        if len(left) > 8 * width:
-            parts = np.argpartition(costs[left], 4 * width)
-            some, left = left[parts[: 4 * width]], left[parts[4 * width :]]
-        else:
-            left = left[:0]
-        some = some[np.argsort(costs[some], kind="stable")]
-        fits = some[pairs.fit(some)]
-        found.append(fits[: width - count])
-        if count + len(fits) > width:
-            return np.concatenate(found), float(costs[fits[width - count]])
-        count += len(fits)
-        if count == width and len(left):
-            return np.concatenate(found), float(costs[left].min())
-    return np.concatenate(found), np.inf
+    order, found = np.argsort(costs, kind="stable"), np.zeros(0, np.int64)
+    for start in range(0, len(order), 4 * width):
+        some = order[start : start + 4 * width]
+        found = np.concatenate([found, some[fit(some)]])
+        if len(found) > width:
+            return found[:width], float(costs[found[width]])
+    return found, np.inf

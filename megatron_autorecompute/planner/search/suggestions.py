@@ -37,9 +37,9 @@ from megatron_autorecompute.profile import (
 
 _NEAREST_LAYOUTS = 12  # tried for an error message, which should take seconds
 _MOST_WORK = _NEAREST_LAYOUTS * 512 * 16
-"""Layouts x layers x choices of a layer that are tried: of larger models fewer layouts."""
+"""Limit on layouts x layers x choices that are tried: fewer layouts for larger models."""
 _SAME_GPUS, _TWICE_GPUS = 2, 1
-"""Times as many microbatches of a data-parallel rank in a step of the same samples, where the model
+"""Factor on the microbatches of a data-parallel rank in a step of the same samples, where the model
 is divided among twice as many ranks."""
 
 

@@ -744,11 +744,15 @@ function tellCursor() {
 
 function layerTip(layer) {
   const {choice, stage, others} = data.layers[layer];
+  const ties = others.some(other => other.tie);
+  const tie = mark => ties ? `<td>${mark}</td>` : "";
   const row = other => `<tr><td>${escaped(other.choice)}</td><td>${signed(other.step, duration)}</td>` +
-    `<td>${signed(other.busy, duration)}</td><td>${signed(other.bytes, size)}</td><td>${other.fits ? "yes" : "no"}</td></tr>`;
-  const table = others.length ? `instead:<table><tr><th></th><th>step</th><th>stage ${stage}</th><th>peak</th><th>fits</th></tr>` +
-    `${others.map(row).join("")}</table>` : "nothing else was measured";
-  return `<b>Layer ${layer}, stage ${stage}: ${escaped(choice)}</b><br>${table}`;
+    `<td>${signed(other.busy, duration)}</td><td>${signed(other.bytes, size)}</td><td>${other.fits ? "yes" : "no"}</td>` +
+    `${tie(other.tie ? "=" : "")}</tr>`;
+  const table = others.length ? `instead:<table><tr><th></th><th>step</th><th>stage ${stage}</th><th>peak</th><th>fits</th>` +
+    `${ties ? "<th>tie</th>" : ""}</tr>${others.map(row).join("")}</table>` : "nothing else was measured";
+  const meaning = ties ? "tie: neither step is surely the shorter one" : "";
+  return `<b>Layer ${layer}, stage ${stage}: ${escaped(choice)}</b><br>${table}${meaning}`;
 }
 
 function listenPolicy() {

@@ -161,6 +161,7 @@ def test_a_longer_menu_is_never_a_slower_plan():
     assert shorter > 3
 
 
+@pytest.mark.long
 def test_a_known_plan_that_fits_is_taken_where_it_is_shorter_and_no_other(monkeypatch):
     problems = (random_step(seed, SEVERAL_CHUNKS) for seed in range(20))
     asked = [problem.at(budgets) for problem, budgets in problems]
