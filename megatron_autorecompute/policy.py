@@ -70,7 +70,7 @@ GRAMMAR = (
 )
 
 
-OWN_MODULES = ("experts", "mlp_act", "qkv")
+OWN_MODULES = ("experts", "ln_out", "mlp_act", "qkv")
 """Modules that Megatron's checkpoints lack; `runtime.layer_checkpoints` puts ours around them."""
 ALL = "+all"
 """Marks a choice's text where `LayerPolicy.rerun_all` is true."""

@@ -41,7 +41,7 @@ FRAGMENTS = 0.01
 
 OWN = (
     *("full+keep[core_attn]", "full+keep[dispatch]", "selective[moe]+keep[dispatch]"),
-    *("selective[experts]", "selective[mlp_act]", "selective[qkv]"),
+    *("selective[experts]", "selective[ln_out]", "selective[mlp_act]", "selective[qkv]"),
 )
 """Every part and module that Megatron's checkpoints lack; plans measure some only if asked."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -173,14 +173,52 @@ def dispatch(layer: Layer) -> Iterator[Place]:
 
 
 def scope(layer: Layer, module: str) -> Iterator[torch.nn.Module]:
-    """What the checkpoint of one of our modules contains; nothing if the layer lacks it."""
+    """What the checkpoint of one of our modules contains; nothing if the layer lacks it. Of ln_out,
+    which has no checkpoint, the linears whose norm runs again."""
     mlp = getattr(layer, "mlp", None)
-    if module == "mlp_act" and any(first_linear(layer)):
+    if module == "ln_out":
+        yield from fused_norms(layer)
+    elif module == "mlp_act" and any(first_linear(layer)):
         yield layer.mlp
     elif module == "qkv" and any(core_attention(layer)) and any(projection(layer)):
         yield layer.self_attention
     elif module == "experts" and isinstance(mlp, MoELayer) and why_not_experts(mlp) is None:
         yield mlp.experts
+
+
+_RERUNS_NORMS_OF = {
+    "mlp": ("mlp.",),
+    "qkv": ("self_attention.",),
+    "mla_up_proj": ("self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj"),
+}
+
+
+def fused_norms(layer: torch.nn.Module, modules: Sequence[str] = ()) -> Iterator[torch.nn.Module]:
+    """Linears of a layer in whose module a norm is fused, and whose norm's output nobody gets.
+
+    modules: all that the layer recomputes; what lies inside them runs again with them.
+    """
+    within = tuple(path for module in modules for path in _RERUNS_NORMS_OF.get(module, ()))
+    for name, module in layer.named_modules():
+        norm, weight = (getattr(module, each, None) for each in ("layer_norm_weight", "weight"))
+        is_fused = isinstance(norm, torch.Tensor) and isinstance(weight, torch.Tensor)
+        returns = getattr(module, "return_layernorm_output", False)
+        if is_fused and not returns and not name.startswith(within):
+            yield module
+
+
+def normed_again(linear: Any, x: torch.Tensor) -> torch.Tensor:
+    """The output of a fused linear's norm in training, by the kernel of its forward; [n, h]."""
+    if hasattr(linear, "normed_again"):  # a stand-in
+        return cast(torch.Tensor, linear.normed_again(x))
+    from transformer_engine.pytorch.module._common import apply_normalization
+
+    bias = linear.layer_norm_bias
+    weights = [None if w is None else w.to(x.dtype) for w in (linear.layer_norm_weight, bias)]
+    options = linear.normalization, linear.fwd_ln_sm_margin, linear.zero_centered_gamma
+    rows = x.reshape(-1, x.shape[-1])
+    found = apply_normalization(rows, None, *weights, linear.eps, None, x.dtype, *options)
+    return cast(torch.Tensor, found[0])
 
 
 def kept_in(layer: Layer, module: str, modules: Sequence[str]) -> Iterator[Place]:

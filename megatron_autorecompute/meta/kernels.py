@@ -478,6 +478,16 @@ class _LinearModule(torch.nn.Module):
         return y, self.bias if self.te_return_bias else None
 
     @property
+    def return_layernorm_output(self) -> bool:
+        """Transformer Engine's: whether somebody besides gets the norm's output."""
+        return self.normed and self.adapter is not None
+
+    def normed_again(self, x: torch.Tensor) -> torch.Tensor:
+        """The output of the norm, which the module's `_Linear` saves."""
+        assert self.layer_norm_weight is not None
+        return _normed(x, self.layer_norm_weight, self.layer_norm_bias)[0]
+
+    @property
     def shares(self) -> str:
         """What of its norm an adapter gets: Transformer Engine's `return_layernorm_output`, and
         without userbuffers `return_layernorm_output_gathered` (Bridge peft/utils.py

@@ -39,6 +39,7 @@ from megatron_autorecompute.compat.untyped import Block, Layer
 from megatron_autorecompute.errors import ApplyError, AutorecomputeError, PolicyError
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy, Run
 from megatron_autorecompute.runtime import layer_checkpoints
+from megatron_autorecompute.runtime.norm_again import NormAgain
 from megatron_autorecompute.runtime.run_once import EarlyBegin, Part, Scope, begin_early
 
 logger = logging.getLogger(__name__)
@@ -481,7 +482,7 @@ class _Held:
         own = offload_modules.own_switch(self.config)
         self.before.append((self.config, offload_modules.SWITCH_OF_ALL, own))
         self.hooks: list[Any] = []
-        self.parts: list[Part | Scope | EarlyBegin] = []
+        self.parts: list[Part | Scope | NormAgain | EarlyBegin] = []
         """What changes the checkpoints of layers."""
         self.offloads = False
 

@@ -14,6 +14,7 @@ from megatron_autorecompute.compat.layer_parts import Place
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.policy import OWN_MODULES, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.runtime.norm_again import NormAgain
 from megatron_autorecompute.runtime.run_once import Part, ProductPart, Scope
 
 
@@ -30,7 +31,7 @@ def skips_dead_work(layer: Layer, choice: LayerPolicy) -> bool:
     )
 
 
-def put(layer: Layer, choice: LayerPolicy, ends_checkpoint: bool) -> list[Part | Scope]:
+def put(layer: Layer, choice: LayerPolicy, ends_checkpoint: bool) -> list[Part | Scope | NormAgain]:
     """Make a layer's checkpoints rerun what the choice says; returns what `undo` takes back.
 
     Args:
@@ -41,7 +42,7 @@ def put(layer: Layer, choice: LayerPolicy, ends_checkpoint: bool) -> list[Part |
     """
     if choice.rerun_all or choice.offload or layer_parts.why_none(layer.config):
         return []
-    found: list[Part | Scope] = []
+    found: list[Part | Scope | NormAgain] = []
     if choice.granularity == "full" and not choice.inner:
         for name in choice.keep:
             found += _parts(layer, layer_parts.KEEPS[name](layer), keeps=True)
@@ -74,6 +75,9 @@ def idle_in(layer: Layer, choice: LayerPolicy, index: int) -> Iterator[str]:
     wanted: list[tuple[str, Any]] = [(name, layer_parts.KEEPS[name]) for name in choice.keep]
     own = [module for module in choice.modules if module in OWN_MODULES]
     wanted += [(name, functools.partial(layer_parts.scope, module=name)) for name in own]
+    if "ln_out" in own:
+        ours = functools.partial(layer_parts.fused_norms, modules=choice.modules)
+        wanted = [(name, ours if name == "ln_out" else places) for name, places in wanted]
     for name, places in wanted:
         if any(any(places(one)) for one in nested):
             continue
@@ -86,8 +90,11 @@ def idle_in(layer: Layer, choice: LayerPolicy, index: int) -> Iterator[str]:
             yield module
 
 
-def _of_modules(layer: Layer, choice: LayerPolicy) -> Iterator[Part | Scope]:
+def _of_modules(layer: Layer, choice: LayerPolicy) -> Iterator[Part | Scope | NormAgain]:
     for module in choice.modules:
+        if module == "ln_out":
+            yield from map(NormAgain, layer_parts.fused_norms(layer, choice.modules))
+            continue
         scope = next(layer_parts.scope(layer, module), None)
         if scope is not None:
             yield Scope(scope)

@@ -35,6 +35,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from megatron_autorecompute.compat import checkpoints, pipeline_waits
 from megatron_autorecompute.errors import ApplyError
 from megatron_autorecompute.runtime.onlookers import Onlookers, onlookers_of
+from megatron_autorecompute.runtime.saved import saved
 
 Key = tuple[Any, ...]
 """What decides which outputs are read: the inputs' shapes, which parameters are trained, and how
@@ -110,7 +111,7 @@ class Part:
 
     def undo(self) -> None:
         """Put the function back."""
-        _put_back(self._owner(), self.attribute, self)
+        put_back(self._owner(), self.attribute, self)
 
     @_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +191,7 @@ class Scope:
 
     def undo(self) -> None:
         """Put the forward back."""
-        _put_back(self._module(), "forward", self)
+        put_back(self._module(), "forward", self)
 
     @_uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +257,7 @@ def begin_early() -> Iterator[None]:
         _running.early = before
 
 
-def _put_back(owner: Any, attribute: str, ours: Part | Scope) -> None:
+def put_back(owner: Any, attribute: str, ours: Any) -> None:
     """Take ours out, unless somebody has put a function around it, which then runs it as usual."""
     if owner is None or vars(owner).get(attribute) is not ours:
         return
@@ -566,13 +567,13 @@ class _Call(_Apart):
                 continue
             seen.add(node)
             nodes += [following for following, _ in node.next_functions if following is not None]
-            for saved, value in _saved(node):
+            for handle, value in saved(node):
                 number = storages.get(value.untyped_storage()._cdata)
                 if number is not None and value.dtype == inputs[number].dtype:
                     slot = _Slot(number, value.size(), value.stride(), int(value.storage_offset()))
                     fill = functools.partial(_fill, weakref.ref(self))
                     try:
-                        saved.register_hooks(functools.partial(_put, slot), fill)
+                        handle.register_hooks(functools.partial(_put, slot), fill)
                     except RuntimeError:
                         return False
                     self.wanted.add(number)
@@ -730,24 +731,6 @@ def _is_activation(each: Any) -> bool:
     )
 
 
-@functools.cache
-def _saved_names(kind: Any) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
-
-
-def _saved(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """The handle and the tensor of all that a node saved."""
-    kind: Any = type(node)
-    for name in _saved_names(kind):
-        handles = getattr(node, name)
-        values = getattr(node, name.removeprefix("_raw"), None)
-        if name == "_raw_saved_tensors":  # of a torch.autograd.Function, or of an op with a list
-            values = getattr(node, "saved_tensors", values)
-        several = isinstance(handles, (tuple, list))
-        pairs = zip(handles, values, strict=True) if several and values else [(handles, values)]
-        yield from ((handle, each) for handle, each in pairs if isinstance(each, torch.Tensor))
-
-
 def _learn(outputs: Any, calls: Sequence[_Call]) -> bool:
     """Learn from the graph of a second run which outputs of parts it reads.
 
@@ -796,7 +779,7 @@ def _reads(node: Any) -> bool:
         return True
     attributes = getattr(node, "__dict__", {}).values()
     found = [each for value in attributes for each in _flat(value)]
-    found += [value for _, value in _saved(node)]
+    found += [value for _, value in saved(node)]
     tensors = [each for each in found if isinstance(each, torch.Tensor)]
     masks = (torch.bool, torch.uint8) if "Dropout" in type(node).__name__ else ()
     return any(each.dtype not in masks for each in tensors)

@@ -20,6 +20,7 @@ OTHERS = {
     "_deepcopy_dispatch",
     "_dump_snapshot",
     "_exit",
+    "_get_normalization_func",
     "_get_sample_arguments",
     "_get_share_storage",
     "_modules",
@@ -29,7 +30,7 @@ OTHERS = {
     "_schema",
     "_sleep",
 }
-"""Names of Python, torch and Megatron that tests take: no source says whose an attribute is."""
+"""Names of Python, torch, TE and Megatron that tests take: no source says whose an attribute is."""
 BY_NAME = {"attrgetter", "delattr", "get", "getattr", "hasattr", "methodcaller", "object", "patch"}
 BY_NAME |= {"multiple", "pop", "setattr", "setitem"}
 """Last words of functions that are given an attribute's name as text."""

@@ -964,6 +964,7 @@ def test_a_kept_part_that_layers_lack_is_said_once(caplog):
     ("text", "idle"),
     [
         ("selective[moe]", ["moe of selective[moe] does nothing on 4 layers"]),
+        ("selective[ln_out]", ["ln_out of selective[ln_out] does nothing on 4 layers"]),
         (
             "selective[layernorm+moe]*2,none*2",
             ["moe of selective[layernorm+moe] does nothing on 2"],

@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from megatron_autorecompute.compat import layer_parts
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.one_device import build, profiling
 from megatron_autorecompute.patched import patched
@@ -96,11 +97,19 @@ def job(config):
     }
 
 
-def estimated(description, folder):
+WITH_LN_OUT = """
+from megatron_autorecompute.compat import layer_parts
+from megatron_autorecompute.cli import main
+layer_parts.worth_recomputing = lambda layer: ["ln_out", "qkv"]
+raise SystemExit(main())
+"""
+
+
+def estimated(description, folder, program=("-m", "megatron_autorecompute")):
     path, output = folder / "job.yaml", folder / "p.json"
     path.write_text(yaml.safe_dump(description))
     searched = [p for p in sys.path if "transformer-engine" not in p]
-    command = [sys.executable, "-m", "megatron_autorecompute", "estimate", str(path)]
+    command = [sys.executable, *program, "estimate", str(path)]
     subprocess.run(
         [*command, "--gpu", "h100-80gb", "-o", str(output)],
         check=True,
@@ -116,10 +125,8 @@ def run(description):
         return profiling.measure(job_, torch.device("cpu"), 1, lambda _: None)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_layers_hold_what_transformer_engines_python_saves(name, tmp_path):
-    description = job(CONFIGS[name])
-    predicted, found = estimated(description, tmp_path), run(description)
+def differences(found, predicted):
+    """Bytes that layers hold more than was predicted, by choice."""
     different = {}
     for kind, other in zip(found.kinds, predicted.kinds, strict=True):
         for record in kind.choices:
@@ -128,4 +135,32 @@ def test_layers_hold_what_transformer_engines_python_saves(name, tmp_path):
             more = record.held_bytes - (expected.held_bytes - expected.also_static_bytes)
             if abs(more) > SMALL_BYTES:
                 different[str(record.choice)] = more
-    assert different == {}
+    return different
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_layers_hold_what_transformer_engines_python_saves(name, tmp_path):
+    description = job(CONFIGS[name])
+    assert differences(run(description), estimated(description, tmp_path)) == {}
+
+
+ROW = 64 * 2 * 2
+"""Bytes of one number for each token, in bf16."""
+FUSED = {
+    "GQA, SwiGLU, rope": (ROW * 64, ROW * 64),
+    "two tensor parallel ranks": (ROW // 2 * 64, ROW // 2 * 64),
+    "GELU with biases": (ROW * 64, ROW * 64),
+}
+"""The outputs of norms in the linears of attention, and in the MLP's."""
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_outputs_of_fused_norms_are_not_held(name, tmp_path, monkeypatch):
+    description, (attention, mlp) = job(CONFIGS[name]), FUSED[name]
+    monkeypatch.setattr(layer_parts, "worth_recomputing", lambda layer: ["ln_out", "qkv"])
+    found = run(description)
+    assert differences(found, estimated(description, tmp_path, ("-c", WITH_LN_OUT))) == {}
+    held = {str(r.choice): r.held_bytes for r in found.kinds[0].choices}
+    assert held["none"] - held["selective[ln_out]"] == attention + mlp
+    # What lies inside another module runs again with it.
+    assert held["selective[qkv]"] - held["selective[ln_out+qkv]"] == mlp

@@ -20,7 +20,8 @@ from tests.transformer_engine.test_equality import on_cpu  # noqa: E402
 
 POLICIES = (
     *("full", "full+keep[core_attn]", "selective[mlp]", "selective[mlp_act]", "selective[qkv]"),
-    "full/2*2,selective[core_attn+mlp]*1,selective[qkv]*1",
+    *("selective[ln_out]", "selective[ln_out+mlp_act]"),
+    "full/2*2,selective[core_attn+mlp]*1,selective[ln_out+qkv]*1",
 )
 
 

@@ -94,6 +94,9 @@ ALL = [
         ("selective[qkv]", "selective[mla_up_proj]", True),
         ("full", "selective[mlp_act+qkv]", True),
         ("selective[core_attn]", "selective[qkv]", False),
+        ("full+keep[core_attn]", "selective[ln_out]", True),
+        ("selective[ln_out+mlp_act]", "selective[ln_out]", True),
+        ("selective[mlp]", "selective[ln_out]", False),
     ],
 )
 def test_a_choice_contains_those_whose_work_it_does(larger, smaller, contained):
