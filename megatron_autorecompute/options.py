@@ -13,41 +13,11 @@ Options = TypeVar("Options")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line: what is wrong, and where all flags are listed.
-
-    A flag that keeps one of several values given to it is refused when it is given twice.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.given: set[str] = set()
-        """Flags that this command line has had so far."""
-        for name in (None, "store"):
-            self.register("action", name, _StoreOnce)
-
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
-        """As argparse's."""
-        self.given.clear()
-        return super().parse_known_args(*args, **kwargs)
+    """A parser whose errors are one line: what is wrong, and where all flags are listed."""
 
     def error(self, message: str) -> NoReturn:
         """End the program with exit code 2."""
         self.exit(2, f"{self.prog}: {message}. All flags: {self.prog} --help\n")
-
-
-class _StoreOnce(argparse.Action):
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        given = parser.given if isinstance(parser, Parser) else set()
-        if self.option_strings and self.dest in given:
-            raise argparse.ArgumentError(self, "was given twice; give it once")
-        given.add(self.dest)
-        setattr(namespace, self.dest, values)
 
 
 def option(default: Any, help: str) -> Any:
