@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,27 +21,26 @@ def is_looked_at() -> bool:
     return _looking.on
 
 
-def saved(node: Any) -> list[tuple[Any, torch.Tensor]]:
-    """The handle and the tensor of all that a node saved."""
-    before, _looking.on = _looking.on, True
-    try:
-        return list(_saved(node))
-    finally:
-        _looking.on = before
-
-
 @functools.cache
 def _saved_names(kind: Any) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
-def _saved(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    kind: Any = type(node)
-    for name in _saved_names(kind):
-        handles = getattr(node, name)
-        values = getattr(node, name.removeprefix("_raw"), None)
-        if name == "_raw_saved_tensors":  # of a torch.autograd.Function, or of an op with a list
-            values = getattr(node, "saved_tensors", values)
-        several = isinstance(handles, (tuple, list))
-        pairs = zip(handles, values, strict=True) if several and values else [(handles, values)]
-        yield from ((handle, each) for handle, each in pairs if isinstance(each, torch.Tensor))
+def saved(node: Any) -> list[tuple[Any, torch.Tensor]]:
+    """The handle and the tensor of all that a node saved."""
+    found: list[tuple[Any, torch.Tensor]] = []
+    before, _looking.on = _looking.on, True
+    try:
+        for name in _saved_names(type(node)):
+            handles = getattr(node, name)
+            values = getattr(node, name.removeprefix("_raw"), None)
+            if name == "_raw_saved_tensors":  # of a torch.autograd.Function, or an op with a list
+                values = getattr(node, "saved_tensors", values)
+            if not isinstance(handles, (tuple, list)) or not values:
+                handles, values = (handles,), (values,)
+            for handle, value in zip(handles, values, strict=True):
+                if isinstance(value, torch.Tensor):
+                    found.append((handle, value))
+    finally:
+        _looking.on = before
+    return found
