@@ -172,12 +172,12 @@ def dispatch(layer: Layer) -> Iterator[Place]:
     yield Place(moe.token_dispatcher, "token_dispatch", inputs=2, instead=besides)
 
 
-def scope(layer: Layer, module: str) -> Iterator[torch.nn.Module]:
+def scope(layer: Layer, module: str, modules: Sequence[str] = ()) -> Iterator[torch.nn.Module]:
     """What the checkpoint of one of our modules contains; nothing if the layer lacks it. Of ln_out,
-    which has no checkpoint, the linears whose norm runs again."""
+    which has no checkpoint, the linears whose norm runs again beside all `modules`."""
     mlp = getattr(layer, "mlp", None)
     if module == "ln_out":
-        yield from fused_norms(layer)
+        yield from fused_norms(layer, modules)
     elif module == "mlp_act" and any(first_linear(layer)):
         yield layer.mlp
     elif module == "qkv" and any(core_attention(layer)) and any(projection(layer)):

@@ -74,10 +74,8 @@ def idle_in(layer: Layer, choice: LayerPolicy, index: int) -> Iterator[str]:
     nested = model_layers.nested_layers(layer)
     wanted: list[tuple[str, Any]] = [(name, layer_parts.KEEPS[name]) for name in choice.keep]
     own = [module for module in choice.modules if module in OWN_MODULES]
-    wanted += [(name, functools.partial(layer_parts.scope, module=name)) for name in own]
-    if "ln_out" in own:
-        ours = functools.partial(layer_parts.fused_norms, modules=choice.modules)
-        wanted = [(name, ours if name == "ln_out" else places) for name, places in wanted]
+    scope = functools.partial(layer_parts.scope, modules=choice.modules)
+    wanted += [(name, functools.partial(scope, module=name)) for name in own]
     for name, places in wanted:
         if any(any(places(one)) for one in nested):
             continue
@@ -93,7 +91,7 @@ def idle_in(layer: Layer, choice: LayerPolicy, index: int) -> Iterator[str]:
 def _of_modules(layer: Layer, choice: LayerPolicy) -> Iterator[Part | Scope | NormAgain]:
     for module in choice.modules:
         if module == "ln_out":
-            yield from map(NormAgain, layer_parts.fused_norms(layer, choice.modules))
+            yield from map(NormAgain, layer_parts.scope(layer, module, choice.modules))
             continue
         scope = next(layer_parts.scope(layer, module), None)
         if scope is not None:
