@@ -105,12 +105,14 @@ class AppliedPolicy:
 
     def __init__(self, sites: _Sites) -> None:
         self._sites = sites
-        self._held: list[_Held] = [owner.__dict__[HOLDER_KEY] for owner in sites.owners]
+        self._held: list[tuple[Any, _Held]] = [
+            (owner, owner.__dict__[HOLDER_KEY]) for owner in sites.owners
+        ]
 
     @property
     def policy(self) -> RecomputePolicy:
         """The policy in force; after `undo`, the last one."""
-        return self._held[0].policy
+        return self._held[0][1].policy
 
     def switch(self, policy: Given, *, warm_up: bool = True) -> None:
         """Run `policy` from the next step on; call it between steps, on all ranks of a stage.
@@ -126,7 +128,7 @@ class AppliedPolicy:
             ApplyError: already undone, the ranks of this stage were given different policies, or
                 without a warm-up Megatron does not know all groups; the policy in force stays.
         """
-        if not all(self._is_active()):
+        if not all(owner.__dict__.get(HOLDER_KEY) is held for owner, held in self._held):
             raise ApplyError("This policy was undone; apply the new one with apply(policy, model).")
         agreed = agree_on(functools.partial(self._sites.checked, policy), self._sites.groups)
         before = self.policy
@@ -140,7 +142,7 @@ class AppliedPolicy:
             raise
 
     def _set(self, policy: RecomputePolicy) -> None:
-        for owner, held in zip(self._sites.owners, self._held, strict=True):
+        for owner, held in self._held:
             held.clear(owner)
             held.set(owner, policy)
 
@@ -151,8 +153,7 @@ class AppliedPolicy:
         offload_modules.go_on_with(manager)
 
     def _switches(self) -> offload_groups.Switches:
-        owners = zip(self._sites.owners, self._held, strict=True)
-        return offload_groups.switches((owner, held.layers) for owner, held in owners)
+        return offload_groups.switches((owner, held.layers) for owner, held in self._held)
 
     def host_memory(self) -> HostMemory:
         """Host memory that the policy's offload uses on this rank."""
@@ -160,18 +161,10 @@ class AppliedPolicy:
 
     def undo(self) -> None:
         """Restore the model exactly as it was; a second call does nothing."""
-        for owner, held, active in zip(
-            self._sites.owners, self._held, self._is_active(), strict=True
-        ):
-            if active:
+        for owner, held in self._held:
+            if owner.__dict__.get(HOLDER_KEY) is held:
                 held.clear(owner)
                 del owner.__dict__[HOLDER_KEY]
-
-    def _is_active(self) -> list[bool]:
-        return [
-            owner.__dict__.get(HOLDER_KEY) is held
-            for owner, held in zip(self._sites.owners, self._held, strict=True)
-        ]
 
     def __enter__(self) -> AppliedPolicy:
         return self
@@ -300,19 +293,12 @@ class _Sites:
 
     def checked(self, given: Given, new: bool = False) -> RecomputePolicy:
         """The policy that was given; raises as `check` does, or PolicyError if it is none."""
-        policy = given if isinstance(given, RecomputePolicy) else self._read(given)
+        policy = given
+        if not isinstance(policy, RecomputePolicy):
+            in_front = self.first_block, self.encoder_layers
+            policy = stage_layout.read_policy(policy, self.configs[-1], *in_front, self.pattern)
         self.check(policy, new)
         return policy
-
-    def _read(self, given: str | Sequence[str] | Mapping[str, Any]) -> RecomputePolicy:
-        config = self.configs[-1]
-        return RecomputePolicy.from_config(
-            given,
-            num_layers=self.num_layers,
-            layout=stage_layout.counted_chunks(config, self.encoder_layers, self.pattern),
-            depth_layers=stage_layout.depth_layers(config, self.pattern),
-            blocks=self.named,
-        )
 
     def _layers_of(self, config: Any, policy: RecomputePolicy) -> Iterator[tuple[int, LayerPolicy]]:
         """The layers that are built from a config, with their indices: a tower has its own."""
