@@ -14,7 +14,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -651,7 +651,7 @@ class _HeldBlock(_Held):
             owner.config = _full_config(self.config)
             seam.redirect(owner, seam.Runner(_run_by_segments, self))
             self.ran = False
-            if any(segment.ahead for segment in self.segments):
+            if any(segment.run.policy.ahead for segment in self.segments):
                 self.parts.append(EarlyBegin())
             self.hooks.append(owner.register_forward_hook(_check_that_it_ran, always_call=True))
 
@@ -788,23 +788,21 @@ def _full_config(config: Any, method: str = "uniform", num_layers: int = 1) -> A
 class _Segment:
     """A run of layers of one block, and the config that Megatron's checkpointed forward sees."""
 
-    start: int
-    count: int
-    recomputes: bool
-    group: int
-    """Layers in one checkpoint."""
+    run: Run
     config: Any
     """A view of the block's config, with the method for these layers."""
-    ahead: bool
-    """Whether the recompute may begin before the gradient is there."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the layers are in checkpoints."""
+        return self.run.policy.granularity == "full"
 
 
 def _segment(config: Any, run: Run) -> _Segment:
-    recomputes = run.policy.granularity == "full"
     # `block` with 0 layers is Megatron's path without checkpoints.
-    how = ("uniform", run.policy.group) if recomputes else ("block", 0)
-    config, choice = _full_config(config, *how), run.policy
-    return _Segment(run.start, run.count, recomputes, choice.group, config, choice.ahead)
+    full = run.policy.granularity == "full"
+    how = ("uniform", run.policy.group) if full else ("block", 0)
+    return _Segment(run, _full_config(config, *how))
 
 
 def _behind_frozen(
@@ -820,21 +818,22 @@ def _behind_frozen(
         return held.segments
     trains = [_trains(layer) for layer in block.layers]
     frozen = trains.index(True) if True in trains else len(trains)
-    config, cut = held.config, []
+    cut: list[_Segment] = []
     for segment in held.segments:
-        inside = min(max(0, frozen - segment.start), segment.count)
+        run, choice = segment.run, segment.run.policy
+        inside = min(max(0, frozen - run.start), run.count)
         if not inside or not segment.recomputes:
             cut.append(segment)
             continue
-        rest = segment.count - inside
-        begun = min(rest, -inside % segment.group)  # the rest of a group that is partly frozen
-        at = segment.start
-        for count, choice in (
+        rest = run.count - inside
+        begun = min(rest, -inside % choice.group)  # the rest of a group that is partly frozen
+        at = run.start
+        for count, own in (
             (inside, NONE),
-            (begun, LayerPolicy("full", group=max(1, begun), ahead=segment.ahead)),
-            (rest - begun, LayerPolicy("full", group=segment.group, ahead=segment.ahead)),
+            (begun, replace(choice, group=max(1, begun))),
+            (rest - begun, choice),
         ):
-            cut += [_segment(config, Run(at, count, choice))] if count else []
+            cut += [_segment(held.config, Run(at, count, own))] if count else []
             at += count
     return cut
 
@@ -860,22 +859,23 @@ def _run_by_segments(
         kwargs["deepstack_visual_embeds"] = stacked
     block_layers = list(block.layers)
     for segment in _behind_frozen(block, held, hidden_states, kwargs.get("context")):
-        layers: Any = block_layers[segment.start : segment.start + segment.count]
+        run = segment.run
+        layers: Any = block_layers[run.start : run.start + run.count]
         if segment.recomputes:
             hidden_states = _with_gradient(hidden_states, layers)
         elif defects.LayersWithPaddingMask.needed():
             layers = defects.LayersWithPaddingMask(layers, kwargs.get("padding_mask"))
         if "layer_offset" in kwargs:
-            kwargs["layer_offset"] = offset + segment.start
+            kwargs["layer_offset"] = offset + run.start
         view = live_view(
             block,
             {
                 "config": segment.config,
                 "layers": layers,
-                "num_layers_per_pipeline_rank": segment.count,
+                "num_layers_per_pipeline_rank": run.count,
             },
         )
-        with begin_early() if segment.ahead else contextlib.nullcontext():
+        with begin_early() if run.policy.ahead else contextlib.nullcontext():
             output = megatron_forward(view, hidden_states=hidden_states, **kwargs)
         # Since 0.17 it also returns the outputs of the layers in extract_layer_indices; a class
         # with its own checkpointed forward may return features of layers (Qwen3-VL).
