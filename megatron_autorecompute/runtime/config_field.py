@@ -296,7 +296,7 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        value = getattr(self.config, POLICY_FIELD, None)
+        value = without_file(getattr(self.config, POLICY_FIELD, None), self.config)
         if value is None or model_layers.is_inside_depth(self):
             return
         if value == "auto" and not _claims:
