@@ -50,17 +50,15 @@ def named_parts(text: str) -> dict[str, str] | None:
 
 
 def parts_of_field(value: Any) -> Mapping[str, Any] | None:
-    """What the value of a config field says for each block, as text, as a dict with the decoder's
-    name, or in the @FILE that it names; None if it names no block.
+    """What the value of a config field says for each block, as text or as a dict with the decoder's
+    name; None if it names no block.
 
     Raises:
-        PolicyError: as `named_parts`, or as `read_file`.
+        PolicyError: as `named_parts`.
     """
     if isinstance(value, str) and value.startswith(MEGATRON):
         parts = parts_of_field(value.removeprefix(MEGATRON))
         return parts and {name: as_megatrons(part) for name, part in parts.items()}
-    if isinstance(value, str) and value.startswith("@"):
-        value = read_file(value[1:])
     if isinstance(value, Mapping):
         return parts_of_plan(value) or parts_of_dict(value)
     return named_parts(value) if isinstance(value, str) else None

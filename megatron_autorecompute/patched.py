@@ -26,21 +26,6 @@ def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 @contextmanager
-def patched_environ(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables in the block, and restore the old ones afterwards."""
-    held = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in held.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
 def unchanged_environ() -> Iterator[None]:
     """Restores the environment's variables after the block."""
     held = dict(os.environ)
@@ -50,6 +35,14 @@ def unchanged_environ() -> Iterator[None]:
         for name in os.environ.keys() - held.keys():
             del os.environ[name]
         os.environ.update(held)
+
+
+@contextmanager
+def patched_environ(values: Mapping[str, str]) -> Iterator[None]:
+    """Set these environment variables in the block; afterwards all variables are as before."""
+    with unchanged_environ():
+        os.environ.update(values)
+        yield
 
 
 Replace = Callable[[Any, str, Callable[[Any], Any]], None]

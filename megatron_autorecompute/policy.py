@@ -9,7 +9,6 @@ module names exist and which choices a model allows.
 from __future__ import annotations
 
 import difflib
-import functools
 import hashlib
 import itertools
 import re
@@ -365,133 +364,36 @@ class RecomputePolicy:
         """
         if num_layers < 0:
             raise PolicyError(f"A policy for {num_layers} layers: give 0 or more.")
-        return cls.from_config(
-            _text(text),
-            num_layers=num_layers,
-            layout=layout,
-            depth_layers=depth_layers,
-            blocks=blocks,
-        )
+        return _Reader(num_layers, layout, depth_layers, blocks).read(_text(text))
 
     @classmethod
     def from_config(
-        cls,
-        value: str | Sequence[str] | Mapping[str, Any],
-        *,
-        num_layers: int,
-        layout: Sequence[Sequence[int]] | None = None,
-        depth_layers: int = 0,
-        blocks: Blocks | None = None,
+        cls, value: str | Sequence[str] | Mapping[str, Any], **model: Any
     ) -> RecomputePolicy:
         """Read the value of a config field: text, a list of choices, or a policy or plan as dict;
-        or a dict with one of these for each block. Arguments are those of `parse`.
+        or a dict with one of these for each block.
+
+        Args:
+            value: of the field.
+            model: as the keyword arguments of `parse`.
 
         Raises:
             PolicyError: the value is of none of these forms or covers another number of layers.
         """
-        again = functools.partial(
-            cls.from_config,
-            num_layers=num_layers,
-            layout=layout,
-            depth_layers=depth_layers,
-            blocks=blocks,
-        )
-        parts = _parts_of(value, blocks)
-        if parts is not None:
-            return cls._of_blocks(parts, num_layers, layout, depth_layers, blocks)
-        if isinstance(value, Mapping):
-            inner = value.get("recompute_policy", value.get("policy", value))
-            return (
-                again(inner) if isinstance(inner, str) else cls._of_list(inner, num_layers, blocks)
-            )
-        if not isinstance(value, str):
-            return cls._of_list(value, num_layers, blocks)
-        text = value.strip()
-        if text.startswith("@"):
-            return cls.load(
-                text[1:],
-                num_layers=num_layers,
-                layout=layout,
-                depth_layers=depth_layers,
-                blocks=blocks,
-            )
-        if _MEGATRON.fullmatch(text):
-            return MegatronStrategy.parse(text).policy(num_layers, layout, depth_layers)
-        if text.startswith(MEGATRON):
-            return again(text.removeprefix(MEGATRON)).as_megatron
-        return cls._of_text(text, num_layers)
+        return _Reader(**model).read(value)
 
     @classmethod
-    def _of_text(cls, text: str, num_layers: int) -> RecomputePolicy:
-        if text == "auto":
-            raise PolicyError("'auto' is not a policy: it must be measured and solved first.")
-        runs = [_parse_run(part, text) for part in re.split(r",(?![^\[]*\])", text)]
-        if len(runs) == 1 and runs[0][1] is None:
-            return cls((runs[0][0],) * num_layers)
-        # Checked before the list is made: a mistyped count could exceed all memory.
-        _check_length(sum(_count(count) for _, count in runs), num_layers, text)
-        return cls(tuple(choice for choice, count in runs for _ in range(_count(count))))
-
-    @classmethod
-    def _of_list(cls, value: Any, num_layers: int, blocks: Blocks | None) -> RecomputePolicy:
-        if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-            raise PolicyError(
-                f"recompute_policy is {value!r:.80}: expected text, a list with one choice per "
-                'layer such as ["full", "none"], or a dict with the key "recompute_policy" or with '
-                f"the names of all blocks ({', '.join(blocks or [DECODER])})."
-            )
-        policy = cls(tuple(LayerPolicy.parse(item) for item in value))
-        return policy.checked_length(num_layers, f"a list of {len(value)} choices")
-
-    @classmethod
-    def _of_blocks(
-        cls,
-        parts: Mapping[str, Any],
-        num_layers: int,
-        layout: Sequence[Sequence[int]] | None,
-        depth_layers: int,
-        blocks: Blocks | None,
-    ) -> RecomputePolicy:
-        whole = cls(())
-        for name, part, span in placed(parts, blocks or {DECODER: num_layers}):
-            try:
-                own = cls.from_config(
-                    part,
-                    num_layers=len(span),
-                    layout=within(layout, span),
-                    depth_layers=depth_layers,
-                )
-            except PolicyError as error:
-                raise PolicyError(f"Of {name}: {error}") from error
-            whole = cls((*whole.layers, *own.layers))
-        return whole.checked_length(num_layers, "The policy")
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        *,
-        num_layers: int,
-        layout: Sequence[Sequence[int]] | None = None,
-        depth_layers: int = 0,
-        blocks: Blocks | None = None,
-    ) -> RecomputePolicy:
+    def load(cls, path: str | Path, **model: Any) -> RecomputePolicy:
         """Read a JSON file (a policy or a plan) or a text file in the policy grammar.
+
+        Args:
+            path: of the file.
+            model: as the keyword arguments of `parse`.
 
         Raises:
             PolicyError: the file cannot be read, or contains no policy for `num_layers` layers.
         """
-        content = read_file(path)
-        try:
-            return cls.from_config(
-                content,
-                num_layers=num_layers,
-                layout=layout,
-                depth_layers=depth_layers,
-                blocks=blocks,
-            )
-        except PolicyError as error:
-            raise PolicyError(f"In {path}: {error}") from error
+        return _Reader(**model).load(path)
 
     def format(self, blocks: Blocks | None = None) -> str:
         """The text form: one CHOICE*COUNT for each run of equal layers.
@@ -658,13 +560,81 @@ class MegatronStrategy:
         yield from ((index, LayerPolicy("full", inner=depth_layers)) for index in depths)
 
 
-def _parts_of(value: Any, blocks: Blocks | None) -> Mapping[str, Any] | None:
-    """What a value says for each block by name; None if it names none."""
-    if isinstance(value, str):
-        return named_parts(value.strip())
-    if isinstance(value, Mapping):
-        return (parts_of_plan(value) if blocks else None) or parts_of_dict(value)
-    return None
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads policies of one model; fields as the arguments of `RecomputePolicy.parse`."""
+
+    num_layers: int
+    layout: Sequence[Sequence[int]] | None = None
+    depth_layers: int = 0
+    blocks: Blocks | None = None
+
+    def read(self, value: Any) -> RecomputePolicy:
+        """The policy in a value, as `RecomputePolicy.from_config` takes it."""
+        parts = self._parts_of(value)
+        if parts is not None:
+            return self._of_blocks(parts)
+        if isinstance(value, Mapping):
+            value = value.get("recompute_policy", value.get("policy", value))
+            if isinstance(value, str):
+                return self.read(value)
+        if not isinstance(value, str):
+            return self._of_list(value)
+        text = value.strip()
+        if text.startswith("@"):
+            return self.load(text[1:])
+        if _MEGATRON.fullmatch(text):
+            strategy = MegatronStrategy.parse(text)
+            return strategy.policy(self.num_layers, self.layout, self.depth_layers)
+        if text.startswith(MEGATRON):
+            return self.read(text.removeprefix(MEGATRON)).as_megatron
+        return self._of_text(text)
+
+    def load(self, path: str | Path) -> RecomputePolicy:
+        """The policy in a file."""
+        content = read_file(path)
+        try:
+            return self.read(content)
+        except PolicyError as error:
+            raise PolicyError(f"In {path}: {error}") from error
+
+    def _parts_of(self, value: Any) -> Mapping[str, Any] | None:
+        """What a value says for each block by name; None if it names none."""
+        if isinstance(value, str):
+            return named_parts(value.strip())
+        if isinstance(value, Mapping):
+            return (parts_of_plan(value) if self.blocks else None) or parts_of_dict(value)
+        return None
+
+    def _of_text(self, text: str) -> RecomputePolicy:
+        if text == "auto":
+            raise PolicyError("'auto' is not a policy: it must be measured and solved first.")
+        runs = [_parse_run(part, text) for part in re.split(r",(?![^\[]*\])", text)]
+        if len(runs) == 1 and runs[0][1] is None:
+            return RecomputePolicy((runs[0][0],) * self.num_layers)
+        # Checked before the list is made: a mistyped count could exceed all memory.
+        _check_length(sum(_count(count) for _, count in runs), self.num_layers, text)
+        return RecomputePolicy(tuple(choice for choice, n in runs for _ in range(_count(n))))
+
+    def _of_list(self, value: Any) -> RecomputePolicy:
+        if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+            raise PolicyError(
+                f"recompute_policy is {value!r:.80}: expected text, a list with one choice per "
+                'layer such as ["full", "none"], or a dict with the key "recompute_policy" or with '
+                f"the names of all blocks ({', '.join(self.blocks or [DECODER])})."
+            )
+        policy = RecomputePolicy(tuple(LayerPolicy.parse(item) for item in value))
+        return policy.checked_length(self.num_layers, f"a list of {len(value)} choices")
+
+    def _of_blocks(self, parts: Mapping[str, Any]) -> RecomputePolicy:
+        layers: list[LayerPolicy] = []
+        for name, part, span in placed(parts, self.blocks or {DECODER: self.num_layers}):
+            block = _Reader(len(span), within(self.layout, span), self.depth_layers)
+            try:
+                layers += block.read(part).layers
+            except PolicyError as error:
+                raise PolicyError(f"Of {name}: {error}") from error
+        return RecomputePolicy(tuple(layers)).checked_length(self.num_layers, "The policy")
 
 
 def _text(given: Any) -> str:

@@ -519,6 +519,13 @@ class ScheduleOverhead:
     backward_line: Line | None = None
     """backward_bytes as such a line."""
 
+    def or_more(self, other: ScheduleOverhead) -> ScheduleOverhead:
+        """The larger bytes of two, without lines."""
+        return ScheduleOverhead(
+            max(self.forward_bytes, other.forward_bytes),
+            max(self.backward_bytes, other.backward_bytes),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StageRecord:

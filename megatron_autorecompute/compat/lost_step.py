@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,12 +47,21 @@ _KEPT_BETWEEN_FORWARDS = {
 interrupted forward would leave it incomplete. A flag need not exist in every version."""
 
 
-def why_no_stand_in(config: TransformerConfig) -> str | None:
+def why_no_stand_in(config: TransformerConfig | None, chunks: Sequence[Chunk]) -> str | None:
     """Why a rank that runs out of memory cannot finish its step with zeros; None if it can."""
+    if config is None:
+        return None
     if parallel_state.model_parallel_is_initialized():
         for name, size in _GROUPS_INSIDE_LAYERS.items():
             if getattr(parallel_state, size)() > 1:
                 return f"ranks of a {name} parallel group communicate inside layers"
+        several = parallel_state.get_data_parallel_world_size() > 1
+        if several and "global_aux_loss" in config.moe_router_load_balancing_type:
+            return "global_aux_loss adds up over data-parallel ranks inside layers"
+    if any(
+        hasattr(chunk, "ddp_config") and not hasattr(chunk, "bucket_groups") for chunk in chunks
+    ):
+        return "data-parallel ranks gather sharded parameters inside layers"
     for flag, kept in _KEPT_BETWEEN_FORWARDS.items():
         if getattr(config, flag, False):
             return f"{flag} keeps {kept}"
@@ -66,9 +74,16 @@ _CHUNK = "_autorecompute_chunk"
 """Attribute of an output tensor: the number of its chunk."""
 
 
+def of_chunk(output: Any, number: int) -> Any:
+    """A forward's output, marked for `replace_backward` as that of the chunk with this number."""
+    if isinstance(_first(output), torch.Tensor):
+        setattr(_first(output), _CHUNK, number)
+    return output
+
+
 def replace_backward(
     replace: Replace,
-    chunks: Sequence[Chunk],
+    num_chunks: int,
     config: TransformerConfig,
     instead: Callable[[int, Any, Callable[[], Any]], Any],
 ) -> None:
@@ -76,33 +91,23 @@ def replace_backward(
 
     Args:
         replace: replaces a function.
-        chunks: this rank's.
+        num_chunks: of this rank.
         config: theirs. A copy of the model has its own, and its backwards stay as they are.
         instead: called with the number of the chunk, its inputs and Megatron's own backward;
             returns the gradients of the inputs.
     """
-
-    def numbered(original: Callable[..., Any]) -> Callable[..., Any]:
-        numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
-
-        def forward_step(function: Any, data: Any, model: Any, *args: Any, **named: Any) -> Any:
-            result = original(function, data, model, *args, **named)
-            setattr(_first(result[0]), _CHUNK, numbers.get(id(model), 0))
-            return result
-
-        return forward_step
 
     def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
         def backward_step(input_tensor: Any, output_tensor: Any, *args: Any, **named: Any) -> Any:
             run = functools.partial(original, input_tensor, output_tensor, *args, **named)
             if (named["config"] if "config" in named else args[-1]) is not config:
                 return run()
-            return instead(getattr(_first(output_tensor), _CHUNK, 0), input_tensor, run)
+            # What has no mark was computed behind the last chunk: a loss.
+            number = getattr(_first(output_tensor), _CHUNK, num_chunks - 1)
+            return instead(number, input_tensor, run)
 
         return backward_step
 
-    if len(chunks) > 1:
-        replace(schedules, "forward_step", numbered)
     replace(schedules, "backward_step", replaced)
 
 
@@ -144,7 +149,7 @@ def output_shape(
     model: Chunk,
     tokens: torch.Size | None,
     received: torch.Size | None,
-    another: torch.Size,
+    another: Any,
 ) -> torch.Size | None:
     """The shape of a forward's output, on a rank without collectives inside its layers.
 
@@ -152,18 +157,20 @@ def output_shape(
         model: a bare model chunk.
         tokens: shape of the microbatch's tokens, [b, s]; None on a stage that gets none.
         received: shape of the hidden states from the previous stage, [s, b, h]; None on the first.
-        another: shape of the output for another microbatch.
+        another: the output for another microbatch.
 
     Returns:
         None if it is not known for this model.
     """
+    if not isinstance(another, torch.Tensor):
+        return None
     if tokens is None:
         return received
     if len(tokens) != 2 or not hasattr(model, "post_process"):
         return None
     batch, sequence = tokens
     front = (batch, sequence) if model.post_process else (sequence, batch)
-    return torch.Size((*front, *another[2:]))
+    return torch.Size((*front, *another.shape[2:]))
 
 
 def forget_lost_step(config: TransformerConfig, chunks: Sequence[Chunk]) -> None:
@@ -192,18 +199,11 @@ def loss_groups() -> list[tuple[dict[str, Any], dict[str, Any]]]:
 class BucketSyncs:
     """The gradients that one chunk reduces in backward, and the parameters it gathers in forward.
 
-    Args:
-        chunk: a model chunk; without overlap it has no such collectives.
-        elsewhere: a context around every collective that is entered here.
+    chunk: a model chunk; without overlap it has no such collectives.
     """
 
-    def __init__(
-        self,
-        chunk: Chunk,
-        elsewhere: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, chunk: Chunk) -> None:
         self._chunk = chunk
-        self._elsewhere = elsewhere
         groups = _groups(chunk)
         # Until a step shows another order: that of a model whose modules run as registered.
         self._reduces, self._gathers = _Order(groups), _Order(groups[::-1])
@@ -275,8 +275,7 @@ class BucketSyncs:
 
     def _noted(self, order: _Order, group: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         def start(*args: Any, **kwargs: Any) -> Any:
-            with self._elsewhere():
-                started = original(*args, **kwargs)
+            started = original(*args, **kwargs)
             order.now[group] = None
             return started
 

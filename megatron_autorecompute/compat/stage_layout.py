@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_autorecompute.block_names import DECODER
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.policy import RecomputePolicy
 
 _NOTED = "_autorecompute_pattern"
 _PATTERN_NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern", _NOTED)
@@ -83,6 +84,32 @@ def named_blocks(num_layers: int, first: str, first_layers: int) -> dict[str, in
     """
     decoder = {DECODER: num_layers - first_layers}
     return {first: first_layers, **decoder} if first else decoder
+
+
+def read_policy(
+    value: Any,
+    config: TransformerConfig,
+    first: str = "",
+    first_layers: int = 0,
+    pattern: HybridPattern | None = None,
+) -> RecomputePolicy:
+    """The policy that a config field's value says for a model.
+
+    Args:
+        value: as `RecomputePolicy.from_config` takes it.
+        config: of the model's decoder.
+        first: as `named_blocks` takes it.
+        first_layers: as `named_blocks` takes it.
+        pattern: as `pipeline_layout` takes it.
+    """
+    num_layers = num_policy_layers(config, first_layers)
+    return RecomputePolicy.from_config(
+        value,
+        num_layers=num_layers,
+        layout=counted_chunks(config, first_layers, pattern),
+        depth_layers=depth_layers(config, pattern),
+        blocks=named_blocks(num_layers, first, first_layers),
+    )
 
 
 def depth_layers(config: TransformerConfig, pattern: HybridPattern | None = None) -> int:

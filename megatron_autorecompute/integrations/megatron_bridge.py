@@ -120,17 +120,10 @@ def fields_of_policy(policy: RecomputePolicy, model: Any) -> dict[str, Any] | No
     config = _core_config(model)
     return megatron_fields.of_policy(
         policy,
-        _chunks(config),
+        stage_layout.counted_chunks(config),
         linear_bias=config.add_bias_linear,
         depth_layers=stage_layout.depth_layers(config),
     )
-
-
-def _chunks(config: Any) -> list[tuple[int, ...]]:
-    """Decoder layers of every pipeline chunk; needs no finalised config."""
-    from megatron_autorecompute.compat import stage_layout
-
-    return list(stage_layout.pipeline_layout(config).counted_chunks())
 
 
 # --- before training ------------------------------------------------------------------------------
@@ -172,12 +165,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     if config_field.names_several_blocks(value):
         setattr(config, POLICY_FIELD, dict(parts_of_field(value) or {}))
         return None
-    policy = RecomputePolicy.from_config(
-        value,
-        num_layers=stage_layout.num_policy_layers(config),
-        layout=_chunks(config),
-        depth_layers=stage_layout.depth_layers(config),
-    )
+    policy = stage_layout.read_policy(value, config)
     for choice in dict.fromkeys(policy.layers):
         _ask_bridge(cfg, choice)
     fields = _lasting_fields(policy, cfg)
@@ -221,61 +209,40 @@ def _overlap_refusal(cfg: Any, choice: LayerPolicy) -> str | None:
     return None
 
 
-def apply_hook(policy: RecomputePolicy) -> Callable[[list[Any]], list[Any]]:
-    """A pre-wrap hook that puts the policy in force on every bare chunk.
+def policy_hook(value: Any, in_fields: bool = False) -> Callable[[list[Any]], list[Any]]:
+    """A pre-wrap hook that puts a policy in force on every bare chunk.
 
     Blocks built from a config with the field already run it; then the hook makes all ranks of a
-    stage compare it. If a model built its blocks from another config, the hook applies it.
+    stage compare it. If a model built its blocks from another config, the hook applies it; so it
+    does with a policy by block names, because only the built model knows its blocks. One without
+    names is refused for a model of several blocks: a recipe copies the decoder's fields to its
+    tower, or leaves them out, as it likes.
+
+    Args:
+        value: a policy, or what the config field takes.
+        in_fields: whether Megatron's own fields say it, so that it runs by itself.
 
     Raises (the hook):
         ApplyError: only some blocks run it, or ranks have different policies.
-        PolicyError: no block of this model can run a policy.
+        PolicyError: no block of this model can run a policy, it does not fit the model's blocks,
+            which are named, or Megatron refuses it.
     """
 
     def hook(chunks: list[Any]) -> list[Any]:
         from megatron_autorecompute.compat import model_layers
+        from megatron_autorecompute.runtime import config_field
         from megatron_autorecompute.runtime.apply import HOLDER_KEY, agree_on, apply
 
-        sites = model_layers.block_sites(chunks)
-        if sites and all(HOLDER_KEY in vars(site.block) for site in sites):
-            agree_on(lambda: policy)
-        else:
-            apply(policy, chunks, holder=HOLDER)
-        return chunks
-
-    return hook
-
-
-def one_block_hook(value: Any) -> Callable[[list[Any]], list[Any]]:
-    """A pre-wrap hook that refuses a policy without names for a model of several blocks: a recipe
-    copies the decoder's fields to its tower, or leaves them out, as it likes.
-
-    Raises (the hook):
-        PolicyError: with the names and layers of the model's blocks.
-    """
-
-    def hook(chunks: list[Any]) -> list[Any]:
-        from megatron_autorecompute.runtime import config_field
-
         config_field.refuse_without_names(value, chunks)
-        return chunks
-
-    return hook
-
-
-def named_hook(value: Any) -> Callable[[list[Any]], list[Any]]:
-    """A pre-wrap hook that puts a policy by block names in force on the whole model: which blocks
-    there are, and how large, only the built model says.
-
-    Raises (the hook):
-        ApplyError: a policy is in force already, or ranks have different ones.
-        PolicyError: it does not fit the model's blocks, which are named, or Megatron refuses it.
-    """
-
-    def hook(chunks: list[Any]) -> list[Any]:
-        from megatron_autorecompute.runtime.apply import apply
-
-        apply(value, chunks, holder=HOLDER)
+        held: list[Any] = [
+            vars(site.block).get(HOLDER_KEY) for site in model_layers.block_sites(chunks)
+        ]
+        if in_fields:
+            return chunks
+        if held and all(held):
+            agree_on(lambda: held[0].policy)
+        else:
+            apply(value, chunks, holder=HOLDER)
         return chunks
 
     return hook
@@ -324,17 +291,14 @@ def pretrain(
         refuse_percentile(options, config)
         refuse_beyond_device(options)
     _refuse_cpu(options)
-    policy = resolve(cfg)
+    resolve(cfg)
     if is_auto:
         with claimed(), callback(options) as tuning:
             bridge_pretrain(cfg, forward_step_func, [tuning, *callbacks])
         return
-    if policy is not None:
-        register(cfg.model, one_block_hook(given))
-        if getattr(config, POLICY_FIELD) is not None:  # not in native fields
-            register(cfg.model, apply_hook(policy))
-    elif given is not None:
-        register(cfg.model, named_hook(getattr(config, POLICY_FIELD)))
+    if given is not None:
+        value = getattr(config, POLICY_FIELD)
+        register(cfg.model, policy_hook(value or given, in_fields=value is None))
     bridge_pretrain(cfg, forward_step_func, list(callbacks))
 
 

@@ -25,19 +25,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_autorecompute.block_names import (
-    DECODER,
-    ENCODER,
-    Blocks,
-    parts_of_field,
-)
-from megatron_autorecompute.errors import (
-    ApplyError,
-    AutorecomputeError,
-    MachineError,
-)
+from megatron_autorecompute.block_names import DECODER, ENCODER, parts_of_field
+from megatron_autorecompute.errors import ApplyError, AutorecomputeError, MachineError
 from megatron_autorecompute.options import add_flags, from_flags
 from megatron_autorecompute.planner.cost.hybrid_pattern import check_flags
+from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
     refuse_beyond_device,
@@ -58,9 +50,9 @@ RANK_0_SPEAKS_S = 10.0
 
 _MARK = "_autorecompute"
 _auto: Auto | None = None
-_for_whole_model: Any = None
-"""A policy for several blocks together: T5's encoder and decoder, or one that names its blocks. No
-config can have it, because blocks have separate configs, and the field covers the layers of one."""
+job_policy: Any = None
+"""The policy of the job: resolved, or as it was given where only the built model knows its blocks.
+`train` puts it in force on the built model. None: there is none, or it is auto."""
 _on_cpu = False
 OUTSIDE_CONFIGS = (
     "decoder_seq_length",
@@ -129,12 +121,14 @@ def check(args: Namespace) -> None:
         PolicyError: the policy does not fit the model, Megatron refuses it, or Megatron's own
             recompute settings were given as well.
     """
+    global job_policy
     from megatron.training import arguments
 
+    from megatron_autorecompute.compat import stage_layout
     from megatron_autorecompute.runtime import config_field
 
     options = from_flags(AutoOptions, args)
-    policy = args.recompute_policy
+    policy, job_policy = args.recompute_policy, None
     refuse_without_auto(options, policy)
     if options.recompute_run_on_cpu and not _on_cpu:
         raise MachineError(
@@ -143,27 +137,19 @@ def check(args: Namespace) -> None:
         )
     if policy is None:
         return
-    policy = args.recompute_policy = options.field_of(policy)
-    encoder_layers = _encoder_layers(args)
-    whole = policy != "auto" and bool(
-        encoder_layers or _may_have_tower(args) or parts_of_field(policy)
-    )
-    if whole:
-        args.recompute_policy = None
-    if getattr(args, "hybrid_layer_pattern", None) is not None:
-        config_field.expect_pattern(args.hybrid_layer_pattern)
+    policy = options.field_of(policy)
+    args.recompute_policy = "auto" if policy == "auto" else None
     # Megatron builds the same config again for the model; here its rules are checked early.
     model_config = arguments.core_transformer_config_from_args(args)
-    if whole:
-        _keep_for_whole_model(model_config, encoder_layers, policy, _may_have_tower(args))
-    else:
-        args.recompute_policy = model_config.recompute_policy  # of @FILE what the file says
-    if policy == "auto":
-        refuse_unmeasurable(model_config)
-        refuse_percentile(options, model_config)
-        refuse_beyond_device(options)
-        config_field.claim_auto(HOLDER)
-        atexit.register(_say_nothing_trained)
+    stage_layout.note_pattern(model_config, getattr(args, "hybrid_layer_pattern", None))
+    if policy != "auto":
+        job_policy = _checked(policy, model_config, args)
+        return
+    refuse_unmeasurable(model_config)
+    refuse_percentile(options, model_config)
+    refuse_beyond_device(options)
+    config_field.claim_auto(HOLDER)
+    atexit.register(_say_nothing_trained)
 
 
 def _say_nothing_trained() -> None:
@@ -183,39 +169,23 @@ def _encoder_layers(args: Namespace) -> int:
     return int(args.encoder_num_layers) if is_t5 else 0
 
 
-def _keep_for_whole_model(
-    model_config: Any, encoder_layers: int, text: str, may_have_tower: bool
-) -> None:
-    """Check a policy for several blocks, T5's as a whole, of others that both of its settings are
-    not given; `train` applies it to the model once it is built."""
-    global _for_whole_model
+def _checked(given: str, model_config: Any, args: Namespace) -> Any:
+    """The policy, resolved and checked; as it was given if only the model knows its blocks."""
     from megatron_autorecompute.compat import rules, stage_layout
     from megatron_autorecompute.runtime import config_field
 
     as_asked = copy.copy(model_config)
-    as_asked.recompute_policy = text
+    as_asked.recompute_policy = given
     config_field.refuse_contradiction(as_asked)
-    said = config_field.without_file(text, model_config)
+    said = config_field.without_file(given, model_config)
+    encoder_layers = _encoder_layers(args)
+    named = set(parts_of_field(said) or ())
+    if _may_have_tower(args) or (not encoder_layers and named - {DECODER}):
+        return said
     first = ENCODER if encoder_layers else ""
-    is_alone = set(parts_of_field(said) or ()) == {DECODER} and not may_have_tower
-    if first or is_alone:  # other blocks only the model knows
-        num_layers = stage_layout.num_policy_layers(model_config, encoder_layers)
-        blocks = stage_layout.named_blocks(num_layers, first, encoder_layers)
-        rules.check_allowed(model_config, _whole_policy(said, model_config, blocks))
-    _for_whole_model = said
-
-
-def _whole_policy(said: Any, model_config: Any, blocks: Blocks) -> Any:
-    from megatron_autorecompute.compat import stage_layout
-    from megatron_autorecompute.policy import RecomputePolicy
-
-    return RecomputePolicy.from_config(
-        said,
-        num_layers=sum(blocks.values()),
-        layout=stage_layout.counted_chunks(model_config, sum(blocks.values()) - blocks[DECODER]),
-        depth_layers=stage_layout.depth_layers(model_config),
-        blocks=blocks,
-    )
+    policy = stage_layout.read_policy(said, model_config, first, encoder_layers)
+    rules.check_allowed(model_config, policy)
+    return policy
 
 
 # --- decorators for megatron/training/training.py -------------------------------------------------
@@ -251,15 +221,16 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
     from megatron_autorecompute.runtime.apply import apply
 
     args = get_args()
-    _check_all_given(args, model)
-    if args.recompute_policy is not None:
-        _check_blocks(model, args.recompute_policy)
-        if args.recompute_policy != "auto":
-            config_field.refuse_without_names(args.recompute_policy, model)
-    if _for_whole_model is not None:
-        _check_blocks(model, _for_whole_model)
-        apply(_for_whole_model, model, holder=f"--recompute-policy {_for_whole_model!s:.80}")
-    if args.recompute_policy != "auto":
+    _check_all_given(args)
+    policy = args.recompute_policy or job_policy
+    if policy is None:
+        yield
+        return
+    _check_blocks(model, policy)
+    if policy != "auto":
+        if not (_encoder_layers(args) or _may_have_tower(args)):
+            config_field.refuse_without_names(_shown(policy), model)
+        apply(policy, model, holder=f"--recompute-policy {_shown(policy)!s:.80}")
         yield
         return
     _auto = auto = _attached(model, optimizer, args)
@@ -286,11 +257,11 @@ def with_step(train_step: Function) -> Function:
     return wrapper
 
 
-def _check_all_given(args: Namespace, model: Sequence[Any]) -> None:
+def _check_all_given(args: Namespace) -> None:
     """Raise the same error on every rank if their policies differ; otherwise they would hang."""
     from megatron_autorecompute.runtime.ranks import all_gather
 
-    said = all_gather(_given(args, model))
+    said = all_gather(_given(args))
     if len(set(said)) > 1:
         held = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
         raise ApplyError(
@@ -299,20 +270,15 @@ def _check_all_given(args: Namespace, model: Sequence[Any]) -> None:
         )
 
 
-def _given(args: Namespace, model: Sequence[Any]) -> str:
+def _given(args: Namespace) -> str:
     """What this rank was given, as text: nothing, auto, or a policy's digest."""
-    from megatron_autorecompute.compat import model_layers
-    from megatron_autorecompute.runtime import config_field
+    if job_policy is None:
+        return args.recompute_policy or "nothing"
+    return f"policy {hashlib.sha256(str(_shown(job_policy)).encode()).hexdigest()[:12]}"
 
-    model_config = model_layers.unwrapped(model[0]).config
-    if args.recompute_policy == "auto":
-        return "auto"
-    if isinstance(_for_whole_model, str):
-        return f"policy {_for_whole_model}"
-    if _for_whole_model is not None:
-        return f"policy {hashlib.sha256(repr(_for_whole_model).encode()).hexdigest()[:12]}"
-    policy = config_field.policy_of(model_config)
-    return "nothing" if policy is None else f"policy {policy.digest()}"
+
+def _shown(policy: Any) -> Any:
+    return policy.format() if isinstance(policy, RecomputePolicy) else policy
 
 
 def _check_blocks(model: Sequence[Any], policy: Any) -> None:
@@ -321,8 +287,8 @@ def _check_blocks(model: Sequence[Any], policy: Any) -> None:
     types = model_layers.constructed_types()
     if not any(isinstance(module, types) for chunk in model for module in chunk.modules()):
         raise ApplyError(
-            f"--recompute-policy {policy!s:.80} was given, but no part of this model can run a "
-            f"policy: with megatron-core {versions.installed()} a policy applies to "
+            f"--recompute-policy {_shown(policy)!s:.80} was given, but no part of this model can "
+            f"run a policy: with megatron-core {versions.installed()} a policy applies to "
             f"{', '.join(one.__name__ for one in types)}. Leave the flag out for this model."
         )
 

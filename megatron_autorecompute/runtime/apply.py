@@ -14,7 +14,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -105,12 +105,14 @@ class AppliedPolicy:
 
     def __init__(self, sites: _Sites) -> None:
         self._sites = sites
-        self._held: list[_Held] = [owner.__dict__[HOLDER_KEY] for owner in sites.owners]
+        self._held: list[tuple[Any, _Held]] = [
+            (owner, owner.__dict__[HOLDER_KEY]) for owner in sites.owners
+        ]
 
     @property
     def policy(self) -> RecomputePolicy:
         """The policy in force; after `undo`, the last one."""
-        return self._held[0].policy
+        return self._held[0][1].policy
 
     def switch(self, policy: Given, *, warm_up: bool = True) -> None:
         """Run `policy` from the next step on; call it between steps, on all ranks of a stage.
@@ -126,7 +128,7 @@ class AppliedPolicy:
             ApplyError: already undone, the ranks of this stage were given different policies, or
                 without a warm-up Megatron does not know all groups; the policy in force stays.
         """
-        if not all(self._is_active()):
+        if not all(owner.__dict__.get(HOLDER_KEY) is held for owner, held in self._held):
             raise ApplyError("This policy was undone; apply the new one with apply(policy, model).")
         agreed = agree_on(functools.partial(self._sites.checked, policy), self._sites.groups)
         before = self.policy
@@ -140,7 +142,7 @@ class AppliedPolicy:
             raise
 
     def _set(self, policy: RecomputePolicy) -> None:
-        for owner, held in zip(self._sites.owners, self._held, strict=True):
+        for owner, held in self._held:
             held.clear(owner)
             held.set(owner, policy)
 
@@ -151,8 +153,7 @@ class AppliedPolicy:
         offload_modules.go_on_with(manager)
 
     def _switches(self) -> offload_groups.Switches:
-        owners = zip(self._sites.owners, self._held, strict=True)
-        return offload_groups.switches((owner, held.layers) for owner, held in owners)
+        return offload_groups.switches((owner, held.layers) for owner, held in self._held)
 
     def host_memory(self) -> HostMemory:
         """Host memory that the policy's offload uses on this rank."""
@@ -160,18 +161,10 @@ class AppliedPolicy:
 
     def undo(self) -> None:
         """Restore the model exactly as it was; a second call does nothing."""
-        for owner, held, active in zip(
-            self._sites.owners, self._held, self._is_active(), strict=True
-        ):
-            if active:
+        for owner, held in self._held:
+            if owner.__dict__.get(HOLDER_KEY) is held:
                 held.clear(owner)
                 del owner.__dict__[HOLDER_KEY]
-
-    def _is_active(self) -> list[bool]:
-        return [
-            owner.__dict__.get(HOLDER_KEY) is held
-            for owner, held in zip(self._sites.owners, self._held, strict=True)
-        ]
 
     def __enter__(self) -> AppliedPolicy:
         return self
@@ -300,19 +293,12 @@ class _Sites:
 
     def checked(self, given: Given, new: bool = False) -> RecomputePolicy:
         """The policy that was given; raises as `check` does, or PolicyError if it is none."""
-        policy = given if isinstance(given, RecomputePolicy) else self._read(given)
+        policy = given
+        if not isinstance(policy, RecomputePolicy):
+            in_front = self.first_block, self.encoder_layers
+            policy = stage_layout.read_policy(policy, self.configs[-1], *in_front, self.pattern)
         self.check(policy, new)
         return policy
-
-    def _read(self, given: str | Sequence[str] | Mapping[str, Any]) -> RecomputePolicy:
-        config = self.configs[-1]
-        return RecomputePolicy.from_config(
-            given,
-            num_layers=self.num_layers,
-            layout=stage_layout.counted_chunks(config, self.encoder_layers, self.pattern),
-            depth_layers=stage_layout.depth_layers(config, self.pattern),
-            blocks=self.named,
-        )
 
     def _layers_of(self, config: Any, policy: RecomputePolicy) -> Iterator[tuple[int, LayerPolicy]]:
         """The layers that are built from a config, with their indices: a tower has its own."""
@@ -665,7 +651,7 @@ class _HeldBlock(_Held):
             owner.config = _full_config(self.config)
             seam.redirect(owner, seam.Runner(_run_by_segments, self))
             self.ran = False
-            if any(segment.ahead for segment in self.segments):
+            if any(segment.run.policy.ahead for segment in self.segments):
                 self.parts.append(EarlyBegin())
             self.hooks.append(owner.register_forward_hook(_check_that_it_ran, always_call=True))
 
@@ -808,23 +794,21 @@ def _full_config(config: Any, method: str = "uniform", num_layers: int = 1) -> A
 class _Segment:
     """A run of layers of one block, and the config that Megatron's checkpointed forward sees."""
 
-    start: int
-    count: int
-    recomputes: bool
-    group: int
-    """Layers in one checkpoint."""
+    run: Run
     config: Any
     """A view of the block's config, with the method for these layers."""
-    ahead: bool
-    """Whether the recompute may begin before the gradient is there."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the layers are in checkpoints."""
+        return self.run.policy.granularity == "full"
 
 
 def _segment(config: Any, run: Run) -> _Segment:
-    recomputes = run.policy.granularity == "full"
     # `block` with 0 layers is Megatron's path without checkpoints.
-    how = ("uniform", run.policy.group) if recomputes else ("block", 0)
-    config, choice = _full_config(config, *how), run.policy
-    return _Segment(run.start, run.count, recomputes, choice.group, config, choice.ahead)
+    full = run.policy.granularity == "full"
+    how = ("uniform", run.policy.group) if full else ("block", 0)
+    return _Segment(run, _full_config(config, *how))
 
 
 def _behind_frozen(
@@ -840,21 +824,22 @@ def _behind_frozen(
         return held.segments
     trains = [_trains(layer) for layer in block.layers]
     frozen = trains.index(True) if True in trains else len(trains)
-    config, cut = held.config, []
+    cut: list[_Segment] = []
     for segment in held.segments:
-        inside = min(max(0, frozen - segment.start), segment.count)
+        run, choice = segment.run, segment.run.policy
+        inside = min(max(0, frozen - run.start), run.count)
         if not inside or not segment.recomputes:
             cut.append(segment)
             continue
-        rest = segment.count - inside
-        begun = min(rest, -inside % segment.group)  # the rest of a group that is partly frozen
-        at = segment.start
-        for count, choice in (
+        rest = run.count - inside
+        begun = min(rest, -inside % choice.group)  # the rest of a group that is partly frozen
+        at = run.start
+        for count, own in (
             (inside, NONE),
-            (begun, LayerPolicy("full", group=max(1, begun), ahead=segment.ahead)),
-            (rest - begun, LayerPolicy("full", group=segment.group, ahead=segment.ahead)),
+            (begun, replace(choice, group=max(1, begun))),
+            (rest - begun, choice),
         ):
-            cut += [_segment(config, Run(at, count, choice))] if count else []
+            cut += [_segment(held.config, Run(at, count, own))] if count else []
             at += count
     return cut
 
@@ -880,22 +865,23 @@ def _run_by_segments(
         kwargs["deepstack_visual_embeds"] = stacked
     block_layers = list(block.layers)
     for segment in _behind_frozen(block, held, hidden_states, kwargs.get("context")):
-        layers: Any = block_layers[segment.start : segment.start + segment.count]
+        run = segment.run
+        layers: Any = block_layers[run.start : run.start + run.count]
         if segment.recomputes:
             hidden_states = _with_gradient(hidden_states, layers)
         elif defects.LayersWithPaddingMask.needed():
             layers = defects.LayersWithPaddingMask(layers, kwargs.get("padding_mask"))
         if "layer_offset" in kwargs:
-            kwargs["layer_offset"] = offset + segment.start
+            kwargs["layer_offset"] = offset + run.start
         view = live_view(
             block,
             {
                 "config": segment.config,
                 "layers": layers,
-                "num_layers_per_pipeline_rank": segment.count,
+                "num_layers_per_pipeline_rank": run.count,
             },
         )
-        with begin_early() if segment.ahead else contextlib.nullcontext():
+        with begin_early() if run.policy.ahead else contextlib.nullcontext():
             output = megatron_forward(view, hidden_states=hidden_states, **kwargs)
         # Since 0.17 it also returns the outputs of the layers in extract_layer_indices; a class
         # with its own checkpointed forward may return features of layers (Qwen3-VL).

@@ -116,7 +116,7 @@ def attach(
             raise OptionError(f"say={say!r}: give a function that takes a text, such as print.")
         if not replace_recompute:
             _refuse(chunks)
-    put_back = _replaced(chunks) if replace_recompute else _nothing
+    put_back = _replaced(chunks) if replace_recompute else lambda: None
     job = JobFacts(
         parallelism=_parallelism(config, program),
         num_microbatches=num_microbatches,
@@ -232,9 +232,6 @@ def _noticed_alone() -> Iterator[None]:
 def _said(max_tokens: Any, has_path: bool, allow_offload: Any) -> str:
     offload = "" if allow_offload is None else f", allow_offload={allow_offload!r}"
     return f"max_tokens={max_tokens!r} and {'a' if has_path else 'no'} plan_path{offload}"
-
-
-def _nothing() -> None: ...
 
 
 def _parallelism(config: Any, program: Program) -> Parallelism:

@@ -85,9 +85,10 @@ class AutoOptions:
     )
 
     def __post_init__(self) -> None:
-        _check_positive(self.BUDGET, self.recompute_memory_budget_gib)
-        _check_not_negative(self.RESERVE, self.recompute_memory_reserve_gib)
-        if None not in (self.recompute_memory_budget_gib, self.recompute_memory_reserve_gib):
+        budget, reserve = self.recompute_memory_budget_gib, self.recompute_memory_reserve_gib
+        _check_gib(self.BUDGET, budget, " above 0, such as 72", zero=False)
+        _check_gib(self.RESERVE, reserve, ", 0 or more, such as 2", zero=True)
+        if None not in (budget, reserve):
             raise OptionError(
                 f"{self.RESERVE} was given together with {self.BUDGET}: the reserve only applies "
                 "if auto finds the budget itself. Leave one of them out."
@@ -137,15 +138,12 @@ def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * GIB)
 
 
-# Both test the allowed range, because NaN compares false with everything.
-def _check_positive(flag: str, gib: Any) -> None:
-    if gib is not None and not (isinstance(gib, Real) and 0 < float(gib) < float("inf")):
-        raise OptionError(f"{flag} {gib!r}: give a number of GiB above 0, such as 72.")
-
-
-def _check_not_negative(flag: str, gib: Any) -> None:
-    if gib is not None and not (isinstance(gib, Real) and 0 <= float(gib) < float("inf")):
-        raise OptionError(f"{flag} {gib!r}: give a number of GiB, 0 or more, such as 2.")
+def _check_gib(flag: str, gib: Any, such_as: str, *, zero: bool) -> None:
+    if gib is None:
+        return
+    # Tests the allowed range, because NaN compares false with everything.
+    if not (isinstance(gib, Real) and 0 <= float(gib) < float("inf") and (gib or zero)):
+        raise OptionError(f"{flag} {gib!r}: give a number of GiB{such_as}.")
 
 
 # A profile has the measurements from which a budget is found, so a start with other options finds

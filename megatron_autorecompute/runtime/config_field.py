@@ -268,8 +268,6 @@ def checked_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
         as_given = copy.copy(self)
         refuse_contradiction(as_given)
         original(self)
-        if _expected and stage_layout.lacks_pattern(self):
-            stage_layout.note_pattern(self, _expected[-1])
         setattr(self, POLICY_FIELD, without_file(getattr(self, POLICY_FIELD), self))
         policy = policy_of(self)
         if policy is not None:
@@ -298,7 +296,7 @@ def applying_init(original: Callable[..., None]) -> Callable[..., None]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        value = getattr(self.config, POLICY_FIELD, None)
+        value = without_file(getattr(self.config, POLICY_FIELD, None), self.config)
         if value is None or model_layers.is_inside_depth(self):
             return
         if value == "auto" and not _claims:
@@ -343,14 +341,6 @@ def noting_pattern(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
 
     return __init__
-
-
-_expected: list[str] = []
-
-
-def expect_pattern(text: str) -> None:
-    """Say the pattern of the job's hybrid model, for the configs made from now on."""
-    _expected[:] = [text]
 
 
 _claims: list[str] = []

@@ -34,17 +34,16 @@ from megatron_autorecompute.runtime.auto_options import (
     refuse_beyond_device,
     refuse_unmeasurable,
 )
-from megatron_autorecompute.runtime.call_guard import RAISED, Step
-from megatron_autorecompute.runtime.climb import climb, that_hides
+from megatron_autorecompute.runtime.calls import SeenTokens
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.fingerprint import fingerprint
 from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.measuring import SETTLING_STEPS, Measuring, Steps
 from megatron_autorecompute.runtime.model_shard import ModelShard, choices, megatrons
-from megatron_autorecompute.runtime.plan_in_force import PlanInForce
+from megatron_autorecompute.runtime.oom_guard import RAISED, Step
+from megatron_autorecompute.runtime.plan_in_force import PlanInForce, climb, that_hides
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.reporting import report, tell
-from megatron_autorecompute.runtime.seen_tokens import SeenTokens
 from megatron_autorecompute.runtime.step_memory import StepMemory
 from megatron_autorecompute.units import gib
 
@@ -230,7 +229,7 @@ class Auto:
             ApplyError: this object was closed, an error ended it, or a call runs already.
             OptionError: as `tokens`; or other numbers of microbatches were given in both, or than
                 every call of the job has.
-            AutorecomputeError: as `measuring`, `climb` and `plan_in_force` say.
+            AutorecomputeError: as `measuring` and `plan_in_force` say.
         """
         if self._closed:
             raise ApplyError("close() ended this auto. Call attach() to make another one.")

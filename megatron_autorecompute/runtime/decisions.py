@@ -25,11 +25,10 @@ from megatron_autorecompute.runtime.auto_options import (
     budget_reason,
     stage_budget_bytes,
 )
-from megatron_autorecompute.runtime.call_guard import NOTCHES
 from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.lengths_seen import UNEVEN, Points, Varying
 from megatron_autorecompute.runtime.model_shard import ModelShard
-from megatron_autorecompute.runtime.oom_guard import FINE
+from megatron_autorecompute.runtime.oom_guard import FINE, NOTCHES
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.ranks import on_rank_0
 from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
@@ -287,10 +286,6 @@ class Decisions:
             )
             most = max(most, more)
         return replace(profile, stages=tuple(stages)), most
-
-    def with_missed(self, plan: Plan, missed_bytes: Sequence[int]) -> Profile:
-        """The plan's profile with so many more bytes on every stage."""
-        return with_missed_bytes(plan.profile, [0] * len(missed_bytes), missed_bytes)
 
     def with_routed(self, plan: Plan, most_routed: int) -> Profile | None:
         """The plan's profile for routing as uneven as in the last call; None if it was no more

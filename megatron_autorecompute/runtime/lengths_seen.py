@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_autorecompute.lines import Line, Microbatch, Point, RecordLines, envelope, middle_line
 from megatron_autorecompute.planner.cost.lengths import Arrangement
@@ -23,11 +23,11 @@ from megatron_autorecompute.profile import (
 from megatron_autorecompute.runtime.model_shard import ModelShard
 
 Figure = Literal[
-    "held",
-    "input",
-    "forward_level",
-    "backward_level",
-    "kept_level",
+    "held_bytes",
+    "input_bytes",
+    "forward_level_bytes",
+    "backward_level_bytes",
+    "kept_level_bytes",
     "forward_ms",
     "backward_ms",
 ]
@@ -36,6 +36,7 @@ UNEVEN = 1.05
 """Plans are for experts that get more tokens than ever seen, by this factor."""
 Where = tuple[int, int, int]
 """A call, a microbatch of it, and a layer; -1 outside of layers."""
+Noted = Sequence[tuple[Where, float]]
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Points:
                 value / self.calls[call][number][0]
                 for (_, figure), noted in self.figures.items()
                 for (call, number, _), value in noted
-                if figure == "held"
+                if figure == "held_bytes"
             ),
             default=0.0,
         )
@@ -90,103 +91,10 @@ class Points:
         routed = self.routed[call][number] if self.routed[call] else {}
         return Microbatch(tokens, squares, routed.get(layer, 0))
 
-    def most_tokens(self) -> int:
-        """The most tokens of a microbatch of this rank so far; 0 before the first."""
-        return max((tokens for call in self.calls for tokens, _ in call), default=0)
-
-
-class AllPoints:
-    """The points of all ranks, and the lines through them; the same on every rank.
-
-    Args:
-        mine: this rank's.
-        all_gather: collects a value from every rank, in rank order.
-        with_experts: whether layers of a signature have experts.
-    """
-
-    def __init__(
-        self,
-        mine: Points,
-        all_gather: Callable[[Any], list[Any]],
-        with_experts: Callable[[str], bool],
-    ) -> None:
-        self._ranks: list[Points] = all_gather(replace(mine, figures=dict(mine.figures)))
-        self._with_experts = with_experts
-        self._boundary = envelope(
-            [point for rank in self._ranks for point in self._resolved(rank, rank.boundaries)]
-        )
-
-    def routed(self) -> Line | None:
-        """The most rows to plan for that experts of a rank get in a layer, as a line in the tokens
-        of the call's longest microbatch on any rank; None without experts."""
-        points = []
-        for call in range(min(len(rank.calls) for rank in self._ranks)):
-            longest = max(tokens for rank in self._ranks for tokens, _ in rank.calls[call])
-            rows = (n for rank in self._ranks for one in rank.routed[call] for n in one.values())
-            most = max(rows, default=0)
-            points.append((Microbatch.longest(longest), float(most)))
-        return envelope(points).times(UNEVEN) if any(most for _, most in points) else None
-
-    def boundary(self) -> Line:
-        """Bytes of a hidden state."""
-        return self._boundary
-
-    def record(self, key: Key) -> RecordLines | None:
-        """The lines of one choice; None if some figure was never seen."""
-        held, forward, backward, kept = (
-            self._envelope(key, figure)
-            for figure in ("held", "forward_level", "backward_level", "kept_level")
-        )
-        backward = backward or kept
-        times = [self._times(key, figure) for figure in ("forward_ms", "backward_ms")]
-        if held is None or forward is None or backward is None or not all(times):
-            return None
-        with_input = held.plus(self._envelope(key, "input") or self._boundary)
-        forward_ms, backward_ms = map(middle_line, times)
-        return RecordLines(with_input, forward, backward, forward_ms, backward_ms, kept)
-
-    def overhead(self, ranks: Sequence[int]) -> tuple[Line, Line]:
-        """Bytes in a forward and in a backward besides layers and boundary tensors, as lines in the
-        tokens of a call; ranks: those of one stage."""
-        found = []
-        for direction in ("forward", "backward"):
-            points = [
-                (Microbatch(sum(t for t, _ in self._ranks[rank].calls[call]), 0), value)
-                for rank in ranks
-                for call, value in self._ranks[rank].overheads[direction]
-            ]
-            found.append(envelope(points) if points else Line())
-        return found[0], found[1]
-
-    def longest(self) -> int:
-        """Tokens of the longest microbatch on any rank."""
-        return max(rank.most_tokens() for rank in self._ranks)
-
-    def _envelope(self, key: Key, figure: Figure) -> Line | None:
-        points = self._points(key, figure)
-        return envelope(points, experts=self._with_experts(key[0])) if points else None
-
-    def _points(self, key: Key, figure: Figure) -> list[Point]:
-        return [
-            point
-            for rank in self._ranks
-            for point in self._resolved(rank, rank.figures.get((key, figure), []))
-        ]
-
-    def _times(self, key: Key, figure: Figure) -> list[Point]:
-        """Times without every rank's first: on its first run code is compiled, tuned or loaded."""
-        found = (rank.figures.get((key, figure), []) for rank in self._ranks)
-        settled = (
-            (rank, times[1:] or times) for rank, times in zip(self._ranks, found, strict=True)
-        )
-        return [point for rank, times in settled for point in self._resolved(rank, times)]
-
-    def _resolved(self, rank: Points, noted: Sequence[tuple[Where, float]]) -> list[Point]:
-        return [(rank.microbatch(*where), value) for where, value in noted]
-
 
 class Varying:
-    """Puts lines into a profile; every rank makes one in the same way.
+    """Puts lines through the points of all ranks into a profile; every rank makes one in the same
+    way.
 
     Args:
         shard: this rank's model.
@@ -195,9 +103,11 @@ class Varying:
 
     def __init__(self, shard: ModelShard, mine: Points) -> None:
         self._shard, self._mine = shard, mine
-        experts = {kind.signature for kind in shard.kinds if kind.has_experts}
-        self.points = AllPoints(mine, shard.all_gather, experts.__contains__)
-        self._stages: list[int] = shard.all_gather(shard.stage)
+        self._experts = {kind.signature for kind in shard.kinds if kind.has_experts}
+        gathered = shard.all_gather((shard.stage, replace(mine, figures=dict(mine.figures))))
+        self._stages: list[int] = [stage for stage, _ in gathered]
+        self._ranks: list[Points] = [points for _, points in gathered]
+        self._boundary = envelope(self._points(lambda rank: rank.boundaries))
 
     def with_lines(self, profile: Profile) -> Profile:
         """The profile with lines in place of percentiles, which hold for one length."""
@@ -210,8 +120,8 @@ class Varying:
             head=self._record(profile.head, "head"),
             final_norm=None if norm is None else self._record(norm, "final_norm"),
             stages=tuple(self._stage(*each) for each in enumerate(profile.stages)),
-            boundary_line=self.points.boundary(),
-            routed_line=self.points.routed(),
+            boundary_line=self._boundary,
+            routed_line=self._routed(),
         )
 
     def missed_bytes(self, profile: Profile) -> tuple[int, int]:
@@ -233,24 +143,80 @@ class Varying:
         ]
         return min(found, default=0), max(found, default=0)
 
+    def _routed(self) -> Line | None:
+        """The most rows to plan for that experts of a rank get in a layer, as a line in the tokens
+        of the call's longest microbatch on any rank; None without experts."""
+        points = []
+        for call in range(min(len(rank.calls) for rank in self._ranks)):
+            longest = max(tokens for rank in self._ranks for tokens, _ in rank.calls[call])
+            rows = (n for rank in self._ranks for one in rank.routed[call] for n in one.values())
+            most = max(rows, default=0)
+            points.append((Microbatch.longest(longest), float(most)))
+        return envelope(points).times(UNEVEN) if any(most for _, most in points) else None
+
+    def _lines(self, key: Key) -> RecordLines | None:
+        """The lines of one choice; None if some figure was never seen."""
+        held, forward, backward, kept = (
+            self._envelope(key, figure)
+            for figure in (
+                "held_bytes",
+                "forward_level_bytes",
+                "backward_level_bytes",
+                "kept_level_bytes",
+            )
+        )
+        backward = backward or kept
+        times = [self._times(key, figure) for figure in ("forward_ms", "backward_ms")]
+        if held is None or forward is None or backward is None or not all(times):
+            return None
+        with_input = held.plus(self._envelope(key, "input_bytes") or self._boundary)
+        forward_ms, backward_ms = map(middle_line, times)
+        return RecordLines(with_input, forward, backward, forward_ms, backward_ms, kept)
+
+    def _overhead(self, stage: int, direction: str) -> Line:
+        """Bytes of a stage besides layers and boundary tensors, by the tokens of a call."""
+        points = [
+            (Microbatch(sum(tokens for tokens, _ in rank.calls[call]), 0), value)
+            for own, rank in zip(self._stages, self._ranks, strict=True)
+            if own == stage
+            for call, value in rank.overheads[direction]
+        ]
+        return envelope(points) if points else Line()
+
+    def _envelope(self, key: Key, figure: Figure) -> Line | None:
+        points = self._points(lambda rank: rank.figures.get((key, figure), []))
+        return envelope(points, experts=key[0] in self._experts) if points else None
+
+    def _times(self, key: Key, figure: Figure) -> list[Point]:
+        """Times without every rank's first: on its first run code is compiled, tuned or loaded."""
+
+        def settled(rank: Points) -> Noted:
+            times = rank.figures.get((key, figure), [])
+            return times[1:] or times
+
+        return self._points(settled)
+
+    def _points(self, noted: Callable[[Points], Noted]) -> list[Point]:
+        return [(r.microbatch(*where), value) for r in self._ranks for where, value in noted(r)]
+
     def _kind(self, kind: LayerKind, signature: str) -> LayerKind:
         return replace(kind, choices=tuple(self._record(each, signature) for each in kind.choices))
 
     def _record(self, record: ChoiceRecord, signature: str) -> ChoiceRecord:
-        return replace(record, lines=self.points.record((signature, record.policy)), percentiles=())
+        return replace(record, lines=self._lines((signature, record.policy)), percentiles=())
 
     def _embedding(self, record: ChoiceRecord, has_encoder: bool) -> ChoiceRecord:
-        own, between = (self.points.record((place, NONE)) for place in ("embedding", "between"))
+        own, between = (self._lines((place, NONE)) for place in ("embedding", "between"))
         if has_encoder and own is not None and between is not None:
             own = _both(own, between)
         return replace(record, lines=own)
 
     def _stage(self, number: int, stage: StageRecord) -> StageRecord:
-        ranks = [rank for rank, own in enumerate(self._stages) if own == number]
         if stage.overhead is None:
             return stage
         sizes = stage.overhead.forward_bytes, stage.overhead.backward_bytes
-        return replace(stage, overhead=ScheduleOverhead(*sizes, *self.points.overhead(ranks)))
+        lines = (self._overhead(number, direction) for direction in ("forward", "backward"))
+        return replace(stage, overhead=ScheduleOverhead(*sizes, *lines))
 
 
 def _both(one: RecordLines, other: RecordLines) -> RecordLines:

@@ -74,13 +74,6 @@ NEAR_PEAK = 0.8
 """Lines for what a call holds beside layers use moments that need this share of its peak. On one
 stage they use all moments, because the longest microbatch may come when all of the call's batch has
 been touched."""
-_LISTS: dict[Figure, str] = {
-    "held": "held_bytes",
-    "input": "input_bytes",
-    "forward_level": "forward_level_bytes",
-    "backward_level": "backward_level_bytes",
-    "kept_level": "kept_level_bytes",
-}
 
 
 class Measurement:
@@ -429,21 +422,21 @@ class Measurement:
         found: dict[Figure, int | float] = {}
         if with_bytes and one.phase == "forward":
             base = bases.get(place, span.begin_bytes - input_bytes)
-            found = {"held": _held_bytes(span), "forward_level": span.peak_bytes - base}
+            found = {"held_bytes": _held_bytes(span), "forward_level_bytes": span.peak_bytes - base}
             if not received:
-                found["input"] = input_bytes * (place in one.kept)
+                found["input_bytes"] = input_bytes * (place in one.kept)
         elif with_bytes:
             # The input's gradient is alive now; the input is freed, unless another stage sent it.
             base = span.end_bytes - input_bytes * (2 if received else 1)
             base -= _context_gradient_bytes(one, place)
             base = bases.get(place, base)
             if place == self._sends_from(one):  # the schedule keeps the gradient, as what is around
-                found = {"kept_level": span.peak_bytes - base + span.output_bytes}
+                found = {"kept_level_bytes": span.peak_bytes - base + span.output_bytes}
             else:
-                found = {"backward_level": span.peak_bytes - base}
-                found["kept_level"] = span.kept_peak_bytes - base
+                found = {"backward_level_bytes": span.peak_bytes - base}
+                found["kept_level_bytes"] = span.kept_peak_bytes - base
         for figure, value in found.items():
-            getattr(seen, _LISTS[figure]).append(value)
+            getattr(seen, figure).append(value)
         if with_times:
             readings = seen.forward if one.phase == "forward" else seen.backward
             readings.append(Reading(self._turn, self._step, span.ms, span.host_ms, span.is_ahead))
@@ -525,10 +518,7 @@ class Measurement:
                 in_flight[one.chunk].append(self._held_of(one))
             else:
                 in_flight[one.chunk].popleft()
-        self.overhead = ScheduleOverhead(
-            max(most["forward"], self.overhead.forward_bytes),
-            max(most["backward"], self.overhead.backward_bytes),
-        )
+        self.overhead = self.overhead.or_more(ScheduleOverhead(most["forward"], most["backward"]))
         if self.points is not None:
             for direction, value in near.items():
                 call = len(self.points.calls) - 1
@@ -657,21 +647,12 @@ def _together(embedding: ChoiceRecord, between: ChoiceRecord) -> ChoiceRecord:
 
     Both count as before the first layer, so the second is counted too early, during the encoder.
     """
-    return replace(
-        embedding,
-        held_bytes=embedding.held_bytes + between.held_bytes,
-        forward_transient_bytes=max(
-            embedding.forward_transient_bytes, between.forward_transient_bytes
-        ),
-        backward_transient_bytes=max(
-            embedding.backward_transient_bytes, between.backward_transient_bytes
-        ),
-        forward_ms=embedding.forward_ms + between.forward_ms,
-        backward_ms=embedding.backward_ms + between.backward_ms,
-        spread_ms=embedding.spread_ms + between.spread_ms,
-        turn_spread_ms=embedding.turn_spread_ms + between.turn_spread_ms,
-        host=embedding.host and between.host and embedding.host.plus(between.host),
-    )
+    added = ("held_bytes", "forward_ms", "backward_ms", "spread_ms", "turn_spread_ms")
+    largest = ("forward_transient_bytes", "backward_transient_bytes")
+    figures = {name: getattr(embedding, name) + getattr(between, name) for name in added}
+    figures |= {name: max(getattr(embedding, name), getattr(between, name)) for name in largest}
+    host = embedding.host and between.host and embedding.host.plus(between.host)
+    return replace(embedding, **figures, host=host)
 
 
 def _put_together(by_rank: Sequence[SamplesByKey]) -> SamplesByKey:
@@ -745,8 +726,5 @@ def _larger(one: StageRecord, other: StageRecord) -> StageRecord:
     return replace(
         max(one, other, key=lambda record: record.static.total_bytes),
         optimizer_step_peak_bytes=peak,
-        overhead=ScheduleOverhead(
-            max(one.overhead.forward_bytes, other.overhead.forward_bytes),
-            max(one.overhead.backward_bytes, other.overhead.backward_bytes),
-        ),
+        overhead=one.overhead.or_more(other.overhead),
     )

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from megatron_autorecompute.compat.timers import BACKWARD, FORWARD, OPTIMIZER, running
-from megatron_autorecompute.profile import Profile, RankStep
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.profile import MeasuredStep, Profile, RankStep, covers
 from megatron_autorecompute.runtime.apply import AppliedPolicy
-from megatron_autorecompute.runtime.call_guard import Guard, until_done, was_lost
-from megatron_autorecompute.runtime.calls import AHEAD
+from megatron_autorecompute.runtime.calls import AHEAD, SeenTokens
 from megatron_autorecompute.runtime.copy_watch import CopyWatch
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lengths_seen import Points
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.offload_counter import OffloadCounter
-from megatron_autorecompute.runtime.oom_guard import FAILED
+from megatron_autorecompute.runtime.oom_guard import FAILED, CallGuard, until_done, was_lost
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK
-from megatron_autorecompute.runtime.seen_tokens import SeenTokens
+from megatron_autorecompute.runtime.samples import lower_quartile
 from megatron_autorecompute.runtime.step_memory import static_bytes
-from megatron_autorecompute.runtime.whole_steps import WholeStep, covered, median_step, residuals_ms
 
 WHOLE_STEPS = 3
 """The number of steps under each of two policies in which only Megatron's timers are read."""
@@ -56,7 +58,7 @@ class Measuring:
         decisions: Decisions,
         optimizer: Any,
         applied: AppliedPolicy,
-        guard: Guard,
+        guard: CallGuard,
         seen: SeenTokens,
     ) -> None:
         self.decisions, self.shard = decisions, decisions.shard
@@ -340,10 +342,74 @@ class Measuring:
         """The profile with two additions: each stage's residual time (Megatron's timers less the
         sum of layers), and the step of median time with the figures of every rank."""
         problem = self.decisions.problem(profile)
-        ranks = self.shard.all_gather(covered(problem, self._whole_steps))
+        # The last step may have choices without a record.
+        steps = [step for step in self._whole_steps if covers(profile.kinds, step.policy)]
+        ranks = self.shard.all_gather(steps)
         stages = zip(profile.stages, residuals_ms(problem, ranks), strict=True)
         return replace(
             profile,
             stages=tuple(replace(record, residual_ms=ms) for record, ms in stages),
             measured_step=median_step(ranks),
         )
+
+
+# --- whole steps, in Megatron's own timers and torch's own statistics -----------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """One measuring step on one rank."""
+
+    iteration: int
+    """The iteration as Megatron logs it."""
+    policy: RecomputePolicy
+    """What ran."""
+    num_microbatches: int
+    """The number of microbatches of the step."""
+    seen: RankStep
+    """The figures."""
+
+    @property
+    def compute_ms(self) -> float | None:
+        """Forward plus backward of all microbatches; None if a timer did not run."""
+        forward_ms, backward_ms = self.seen.forward_compute_ms, self.seen.backward_compute_ms
+        return None if forward_ms is None or backward_ms is None else forward_ms + backward_ms
+
+
+def residuals_ms(problem: Problem, ranks: Sequence[Sequence[WholeStep]]) -> tuple[float, ...]:
+    """Time of one microbatch that layers do not explain, for every stage; 0 if no timer ran.
+
+    Of each policy's steps the lower quartile counts, and of policies the one that leaves least:
+    what disturbs steps makes them longer. It is never negative, because no step takes less than its
+    layers.
+
+    Args:
+        problem: the problem of a profile whose residual times are 0.
+        ranks: the steps of every rank: at least one each, or none on all.
+    """
+    by_stage: list[list[float]] = [[] for _ in range(problem.layout.num_stages)]
+    costs = {policy: problem.costs.met_ms(policy) for policy in {s.policy for s in ranks[0]}}
+    for steps in ranks:
+        left: dict[RecomputePolicy, list[float]] = defaultdict(list)
+        for step in steps:
+            if step.compute_ms is not None:
+                took_ms = step.compute_ms / step.num_microbatches
+                left[step.policy].append(took_ms - costs[step.policy][step.seen.stage])
+        if left:
+            by_stage[steps[0].seen.stage].append(min(map(lower_quartile, left.values())))
+    return tuple(max(0.0, statistics.mean(values)) if values else 0.0 for values in by_stage)
+
+
+def median_step(ranks: Sequence[Sequence[WholeStep]]) -> MeasuredStep | None:
+    """The step of median time (forward plus backward, slowest rank), with all ranks' figures."""
+    steps = list(zip(*ranks, strict=True))
+    if not steps:
+        return None
+    slowest_ms = [max(step.compute_ms or 0.0 for step in by_rank) for by_rank in steps]
+    chosen = steps[slowest_ms.index(statistics.median_low(slowest_ms))]
+    return MeasuredStep(
+        iteration=chosen[0].iteration,
+        recompute_policy=chosen[0].policy.format(),
+        num_microbatches=chosen[0].num_microbatches,
+        ranks=tuple(step.seen for step in chosen),
+    )

@@ -66,7 +66,7 @@ def test_a_policy_in_a_recipe_gives_the_same_bits_and_runs(cfg):
     without = gradients(built(copy.deepcopy(cfg)))
     megatron_bridge.set_policy(cfg.model, policy_for(cfg))
     policy = megatron_bridge.resolve(cfg)
-    chunks = built(cfg, megatron_bridge.apply_hook(policy))
+    chunks = built(cfg, megatron_bridge.policy_hook(policy))
     calls = count_layer_calls(chunks)
     run = gradients(chunks)
     assert without[1].keys() == run[1].keys()
@@ -101,7 +101,7 @@ def test_native_fields_run_as_the_policy_they_came_from():
 def test_the_hook_applies_where_the_model_was_built_without_the_field():
     cfg = recipes.tiny_llama_pretrain_config()
     policy = RecomputePolicy.parse(MIX, num_layers=4)
-    chunks = built(cfg, megatron_bridge.apply_hook(policy))
+    chunks = built(cfg, megatron_bridge.policy_hook(policy))
     calls = count_layer_calls(chunks)
     gradients(chunks)
     assert calls == {0: 2, 1: 1, 2: 1, 3: 2}
@@ -112,7 +112,7 @@ def test_the_hook_applies_where_the_model_was_built_without_the_field():
 
 
 def test_the_hook_refuses_a_model_that_can_run_no_policy():
-    hook = megatron_bridge.apply_hook(RecomputePolicy.parse("none", num_layers=4))
+    hook = megatron_bridge.policy_hook(RecomputePolicy.parse("none", num_layers=4))
     with pytest.raises(PolicyError, match="No TransformerBlock in this model"):
         hook([torch.nn.Linear(2, 2)])
 
@@ -133,7 +133,7 @@ def with_adapters(cfg, policy, targets, dropout=0.0):
     cfg.peft = LoRA(dim=4, alpha=8, dropout=dropout, target_modules=targets)
     megatron_bridge.set_policy(cfg.model, policy)
     resolved = megatron_bridge.resolve(cfg)
-    hooks = [megatron_bridge.apply_hook(resolved)] if policy else []
+    hooks = [megatron_bridge.policy_hook(resolved)] if policy else []
 
     def adapt(model):
         """As Bridge's setup does: the adapters come after our hook. Its second matrix is zero at

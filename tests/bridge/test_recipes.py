@@ -125,7 +125,7 @@ def test_every_example_made_small_runs_a_mixed_policy_to_the_same_bits(
         cfg = small(example(name), more)
         megatron_bridge.set_policy(cfg.model, policy)
         resolved = megatron_bridge.resolve(cfg)
-        hooks = [megatron_bridge.apply_hook(resolved)] if policy else []
+        hooks = [megatron_bridge.policy_hook(resolved)] if policy else []
         return gradients(built(cfg, *hooks))
 
     without, with_policy = run(None), run(policy)

@@ -67,7 +67,7 @@ def test_both_blocks_by_name_change_no_gradient():
         "vision:selective[mlp];decoder:full",
         "vision:selective[layernorm+mlp]*1,none*1;decoder:full/2*2,none*2",
     ):
-        hook = megatron_bridge.named_hook(text)
+        hook = megatron_bridge.policy_hook(text)
         run = gradients(built(tiny_vision_provider_with_features, hook))
         assert run.keys() == without.keys()
         assert all(torch.equal(run[name], without[name]) for name in without)
@@ -78,9 +78,8 @@ def test_both_blocks_by_name_change_no_gradient():
         ),
         ("decoder:full", "several blocks: name each, as in vision:none\\*2;decoder:none\\*4"),
     ):
-        hook = megatron_bridge.named_hook if ";" in text else megatron_bridge.one_block_hook
         with pytest.raises(PolicyError, match=says):
-            built(tiny_vision_provider_with_features, hook(text))
+            built(tiny_vision_provider_with_features, megatron_bridge.policy_hook(text))
 
 
 def test_auto_measures_the_towers_layers():

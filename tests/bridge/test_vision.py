@@ -69,11 +69,11 @@ def test_policies_of_the_language_model_change_no_gradient_and_the_tower_has_non
     without = gradients(built(make, *adapters))
     assert any("vis" in name for name in without) == (not adapters)
     for text in ("full*2,none*2", "decoder:full/2*2,selective[mlp]*2"):
-        run = gradients(built(make, megatron_bridge.named_hook(text), *adapters))
+        run = gradients(built(make, megatron_bridge.policy_hook(text), *adapters))
         assert run.keys() == without.keys()
         assert all(torch.equal(run[name], without[name]) for name in without)
     with pytest.raises(PolicyError, match=r"names vision; this model's blocks are decoder \(4 lay"):
-        built(make, megatron_bridge.named_hook("vision:full;decoder:none"))
+        built(make, megatron_bridge.policy_hook("vision:full;decoder:none"))
 
 
 def planned(model):

@@ -438,14 +438,12 @@ megatron_lm.install()
 from tests.pretrain.many import read_sources
 read_sources()
 from megatron.training.arguments import parse_args, validate_args
-from megatron.training.arguments import core_transformer_config_from_args as config_of
-from megatron_autorecompute.runtime.config_field import policy_of
 for number, flags in enumerate(sys.stdin.read().splitlines()):
     sys.argv = ["pretrain", *flags.split()]
     try:
         args = validate_args(parse_args())
         if args.recompute_choices == "megatron":
-            print("runs", policy_of(config_of(args)).format(), flush=True)
+            print("runs", megatron_lm.job_policy.format(), flush=True)
         print("ends", number, "accepted", flush=True)
     except SystemExit as end:
         print("ends", number, end.code, flush=True)

@@ -386,7 +386,7 @@ def test_a_job_that_runs_out_of_memory_before_it_has_a_plan_tells_the_next_one(t
 
 @pytest.mark.newest_version
 def test_lost_steps_in_a_row_step_down_faster_and_end_the_job_on_all_ranks(auto, tmp_path):
-    from megatron_autorecompute.runtime.call_guard import LOST_IN_A_ROW
+    from megatron_autorecompute.runtime.oom_guard import LOST_IN_A_ROW
 
     path = tmp_path / "plan.json"
     path.write_text(auto[0].read_text())

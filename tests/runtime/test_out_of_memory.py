@@ -507,7 +507,7 @@ GATHERS = Case(
     "case",
     [
         Case("expert tensor", INSIDE, "moe", sizes={"expert_tensor_parallel_size": 2}),
-        Case("inside layers: allreduce of 2 ranks", INSIDE, "moe", config=MET),
+        Case("global_aux_loss", INSIDE, "moe", config=MET),
         Case("first step", INSIDE, lost=0),
         GATHERS,
         Case("outside forward and backward", replace(INSIDE, where="data")),

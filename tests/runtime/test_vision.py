@@ -197,18 +197,18 @@ def test_a_policy_by_blocks_changes_no_bit_and_frozen_layers_run_once_and_keep_n
 
 def refusals():
     from megatron_autorecompute.apply import apply, blocks, in_force
-    from megatron_autorecompute.integrations.megatron_bridge import named_hook, one_block_hook
+    from megatron_autorecompute.integrations.megatron_bridge import policy_hook
 
     start_parallel()
     model, said = llava(), {}
-    named_hook({"decoder": "none", "vision": ["full"] * TOWER})([model])
+    policy_hook({"decoder": "none", "vision": ["full"] * TOWER})([model])
     loss, _ = one_step(model)
     assert in_force(model).policy.format() == "full*3,none*4"
     in_force(model).undo()
     assert one_step(model)[0] == loss
     for text in ("audio:full;decoder:none", "vision:full/2*2,none*1;decoder:selective[moon]"):
         try:
-            named_hook(text)([model])
+            policy_hook(text)([model])
         except PolicyError as error:
             said[text] = str(error)
     try:
@@ -217,7 +217,7 @@ def refusals():
         said["across"] = str(error)
     for text in ("full", "decoder:none"):
         with pytest.raises(PolicyError, match=r"several blocks: name each, as in vision:"):
-            one_block_hook(text)([model])
+            policy_hook(text)([model])
     assert blocks(model.language_model) == {"decoder": DECODER}
     return list(said.values())
 

@@ -9,7 +9,7 @@ from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import RankStep
-from megatron_autorecompute.runtime.whole_steps import WholeStep, residuals_ms
+from megatron_autorecompute.runtime.measuring import WholeStep, residuals_ms
 from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 
 
