@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
-from megatron_autorecompute.planner.cost.layout import Chunk, Layout
+from megatron_autorecompute.planner.cost.layout import Layout
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
@@ -31,13 +31,9 @@ def layers_per_stage(layout: Layout) -> list[int]:
 
 def one_chunk_each(sizes: Sequence[int], mtp_num_layers: int) -> Layout:
     """One chunk per stage with so many decoder layers; MTP depths are on the last."""
-    chunks, start = [], 0
-    for stage, size in enumerate(sizes):
-        last = stage == len(sizes) - 1
-        stop = start + size + mtp_num_layers * last
-        chunks.append((Chunk(tuple(range(start, stop)), embedding=stage == 0, head=last),))
-        start = stop
-    return Layout(tuple(chunks), mtp_num_layers=mtp_num_layers)
+    rows = ["t" * size for size in sizes]
+    rows[-1] += "m" * mtp_num_layers
+    return Layout.from_rows(rows, len(rows))
 
 
 def uneven_sizes(shape: Layout) -> Iterator[tuple[int, int, int]]:
