@@ -19,9 +19,8 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks.solve_speed import Case, problem, profile
-from megatron_autorecompute.planner.search.layouts import search_layout
-from megatron_autorecompute.planner.search.micro_batches import same_samples, search_micro_batch
 from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.shapes import same_samples, search_shapes
 from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.profile import Profile
 from scripts.tables import markdown
@@ -90,13 +89,13 @@ def measure(case: Case) -> Result:
     for eighths in (1, 4, 7):
         budget = low + (high - low) * eighths // 8
         start = time.process_time()
-        found = search_layout(problem(case).at(budget))
+        found = search_shapes([problem(case).at(budget)], layouts=True)
         layouts_s.append(time.process_time() - start)
         gained.append(1 - found.solution.cost.step_ms / solve(even.at(budget)).cost.step_ms)
         gaps.append(found.evidence.gap)
         start = time.process_time()
         problems = [_problem(case, size) for size in SIZES]
-        found, _ = search_micro_batch([own.at(budget) for own in problems], layouts=True)
+        found = search_shapes([own.at(budget) for own in problems], layouts=True)
         sizes_s.append(time.process_time() - start)
         gaps.append(found.evidence.gap)
     return Result(case, tuple(layouts_s), tuple(sizes_s), tuple(gained), max(gaps))

@@ -34,9 +34,8 @@ from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.planner.cost.lengths import varies
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.buckets import BucketPlan, bucket_plans
-from megatron_autorecompute.planner.search.layouts import search_layout
-from megatron_autorecompute.planner.search.micro_batches import search_micro_batch
 from megatron_autorecompute.planner.search.problem import Budget
+from megatron_autorecompute.planner.search.shapes import search_shapes
 from megatron_autorecompute.planner.search.suggestions import Change, explained
 from megatron_autorecompute.units import gib
 
@@ -170,14 +169,9 @@ def _solved(args: Namespace, source: Source, budget: Budget, bars: Progress) -> 
     found = [own.at(budget) for own in found]
     problem, notes, flags = found[0], list(asked.notes), dict(asked.megatron_flags)
     if args.search_micro_batch or args.search_layout:
-        if args.search_micro_batch:
-            bars.add_task("Micro-batch sizes", total=None)
-            searched, sentences = search_micro_batch(found, layouts=args.search_layout)
-        else:
-            bars.add_task("Layouts", total=None)
-            searched = search_layout(problem)
-            sentences = (searched.note,)
-        problem, notes = searched.problem, [*notes, *sentences]
+        bars.add_task("Micro-batch sizes" if args.search_micro_batch else "Layouts", total=None)
+        searched = search_shapes(found, layouts=args.search_layout)
+        problem, notes = searched.problem, [*notes, *searched.notes]
         if problem.layout != asked.layout:  # which the flags of before say
             flags = {name: flags[name] for name in (MICRO_BATCH_SIZE,) if name in flags}
         flags |= searched.megatron_flags

@@ -30,8 +30,8 @@ from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.packages import needed
-from megatron_autorecompute.planner.search.micro_batches import same_samples
 from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.shapes import same_samples
 from megatron_autorecompute.planner.search.stage_problem import EARLY
 from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, Profile
 

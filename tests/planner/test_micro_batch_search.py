@@ -4,8 +4,8 @@ import pytest
 
 from megatron_autorecompute.errors import InfeasibleError, PipelineError
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.search.micro_batches import same_samples, search_micro_batch
 from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.shapes import same_samples, search_shapes
 from megatron_autorecompute.planner.search.solve import solve
 from tests.planner.asked import shortest_of_all, with_micro_batch
 from tests.planner.random_profiles import problem_of_many, problem_of_uneven_stages
@@ -17,7 +17,7 @@ def test_the_searched_micro_batch_has_the_fastest_step():
     for size, speedup in ((1, 1.0), (2, 1.3), (4, 1.4)):
         bigger = with_micro_batch(profile, size, speedup)
         problems.append(Problem(bigger, layout, replace(schedule, num_microbatches=8 // size)))
-    best, notes = search_micro_batch([own.at(1500) for own in problems])
+    best = search_shapes([own.at(1500) for own in problems], layouts=False)
     steps = []
     for problem in problems:
         try:
@@ -26,10 +26,10 @@ def test_the_searched_micro_batch_has_the_fastest_step():
             steps.append(float("inf"))
     assert best.solution.cost.step_ms == min(steps)
     assert best.evidence.gap == 0
-    assert len(notes) == 4
-    assert "no other sizes make a shorter one" in notes[-1]
+    assert len(best.notes) == 4
+    assert "no other sizes make a shorter one" in best.notes[-1]
     with pytest.raises(InfeasibleError):
-        search_micro_batch([own.at(10) for own in problems])
+        search_shapes([own.at(10) for own in problems], layouts=False)
 
 
 def test_no_size_with_any_layers_per_stage_has_a_shorter_step_than_the_searched_one():
@@ -46,11 +46,11 @@ def test_no_size_with_any_layers_per_stage_has_a_shorter_step_than_the_searched_
         steps = [
             shortest_of_all(p.profile, layout.num_stages, p.schedule, budget) for p in problems
         ]
-        found, notes = search_micro_batch([own.at(budget) for own in problems], layouts=True)
+        found = search_shapes([own.at(budget) for own in problems], layouts=True)
         shortest = min(step for step in steps if step is not None)
         assert found.solution.cost.step_ms == pytest.approx(shortest, rel=1e-12), seed
         assert found.evidence.gap == 0, seed
-        assert "no other sizes and no layers per stage make a shorter one" in notes[-1]
+        assert "no other sizes and no layers per stage make a shorter one" in found.notes[-1]
         sizes.add(found.megatron_flags["--micro-batch-size"])
         moved += found.problem.layout != layout
     assert len(sizes) > 1
@@ -68,11 +68,11 @@ def test_a_size_that_is_best_only_inside_the_noise_gives_way_to_the_asked_one():
         asked = replace(profile, kinds=noisy)
         twice = with_micro_batch(asked, 2 * profile.parallelism.micro_batch_size, 2.1)
         problems = [Problem(p, layout, same_samples(schedule, asked, p)) for p in (asked, twice)]
-        found.append(search_micro_batch([own.at(10**6) for own in problems]))
-    (sure, _), (unsure, notes) = found
+        found.append(search_shapes([own.at(10**6) for own in problems], layouts=False))
+    sure, unsure = found
     assert sure.megatron_flags == {"--micro-batch-size": "4"}
     assert unsure.megatron_flags == {"--micro-batch-size": "2"}
-    assert "Micro-batch size 2 is taken: Micro-batch size 4 takes" in notes[-2]
+    assert "Micro-batch size 2, as asked, is taken: Micro-batch size 4 takes" in unsure.notes[-2]
 
 
 def test_another_micro_batch_runs_as_many_samples():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autorecompute.planner.search.layouts import proof_of_all
+from megatron_autorecompute.planner.search.shapes import proof_of_all
 from megatron_autorecompute.planner.search.solution import OPTIMAL, StepEvidence, nearness
 from megatron_autorecompute.report.words import proof
 from tests.report.plans import random_plan

@@ -159,7 +159,7 @@ class Layout:
                 )
             layers = _layers_per_stage(num_layers, pp, *uneven, *extra)
             rows = _rows_of_stages(layers, vp, mtp_num_layers, *extra)
-        return cls._from_rows(rows, pp)
+        return cls.from_rows(rows, pp)
 
     @classmethod
     def parse(cls, text: str, pp: int, vp: int | None = None) -> Layout:
@@ -172,7 +172,7 @@ class Layout:
         check_at_least(1, pp=pp, vp=1 if vp is None else vp)
         rows = _layout_rows(text)
         _check_rows(rows, pp, vp)
-        return cls._from_rows(rows, pp)
+        return cls.from_rows(rows, pp)
 
     @classmethod
     def from_pattern(
@@ -212,11 +212,11 @@ class Layout:
         check_chunks(pp, len(segments) // pp)
         rows = ["t" * segment for segment in segments]
         rows[-1] += "m" * pattern.mtp_num_layers
-        return cls._from_rows(rows, pp)
+        return cls.from_rows(rows, pp)
 
     @classmethod
-    def _from_rows(cls, rows: Sequence[str], pp: int) -> Layout:
-        """Build from one string of symbols per chunk, in model order."""
+    def from_rows(cls, rows: Sequence[str], pp: int) -> Layout:
+        """Build from one string of symbols per chunk, in model order; see `parse`."""
         chunks, start = [], 0
         for position, row in enumerate(rows):
             stop = start + row.count("t") + row.count("m")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
-from megatron_autorecompute.planner.cost.layout import Chunk, Layout
+from megatron_autorecompute.planner.cost.layout import Layout
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
@@ -31,13 +31,19 @@ def layers_per_stage(layout: Layout) -> list[int]:
 
 def one_chunk_each(sizes: Sequence[int], mtp_num_layers: int) -> Layout:
     """One chunk per stage with so many decoder layers; MTP depths are on the last."""
-    chunks, start = [], 0
-    for stage, size in enumerate(sizes):
-        last = stage == len(sizes) - 1
-        stop = start + size + mtp_num_layers * last
-        chunks.append((Chunk(tuple(range(start, stop)), embedding=stage == 0, head=last),))
-        start = stop
-    return Layout(tuple(chunks), mtp_num_layers=mtp_num_layers)
+    rows = ["t" * size for size in sizes]
+    rows[-1] += "m" * mtp_num_layers
+    return Layout.from_rows(rows, len(rows))
+
+
+def uneven_sizes(shape: Layout) -> Iterator[tuple[int, int, int]]:
+    """The layers of the first stage, of each one between, and of the last, MTP depths not counted,
+    that the flags for uneven stages may give a layout of as many stages and chunks."""
+    layers, chunks, between = shape.num_layers, shape.num_chunks, shape.num_stages - 2
+    for middle in range(chunks, layers // between + 1, chunks) if between else [0]:
+        ends = layers - middle * between
+        for first in range(chunks, ends, chunks):
+            yield first, middle, ends - first
 
 
 def uneven_layouts(shape: Layout) -> Iterator[Layout]:
@@ -46,13 +52,10 @@ def uneven_layouts(shape: Layout) -> Iterator[Layout]:
     These are the numbers of layers of the first and of the last stage; with 2 stages of several
     chunks Megatron takes the first one's alone.
     """
-    layers, chunks = shape.num_layers, shape.num_chunks
-    alone = shape.num_stages == 2 and chunks > 1
-    for first in range(chunks, layers, chunks):
-        for last in [None] if alone else range(chunks, layers - first + 1, chunks):
-            layout = uneven_layout(shape, first, last)
-            if layout is not None:
-                yield layout
+    for first, _, last in uneven_sizes(shape):
+        layout = uneven_layout(shape, first, last)
+        if layout is not None:
+            yield layout
 
 
 def all_layouts(shape: Layout, most: int) -> list[Layout]:
@@ -78,14 +81,17 @@ def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[s
     layers = layers_per_stage(layout)
     first, last = layers[0], layers[-1] - layout.mtp_num_layers
     chunks = {CHUNKS: str(layout.num_chunks)} if layout.num_chunks > 1 else {}
-    if uneven_layout(layout, first, last) == layout:
-        return {FIRST: str(first), LAST: str(last), **chunks}
-    if layout.num_stages == 2 and uneven_layout(layout, first, None) == layout:
-        return {FIRST: str(first), **chunks}
-    return {TEXT: _text(layout)}
+    if uneven_layout(layout, first, last) != layout:
+        return {TEXT: _text(layout)}
+    return {FIRST: str(first), **({} if _first_alone(layout) else {LAST: str(last)}), **chunks}
 
 
-def uneven_layout(shape: Layout, first: int, last: int | None) -> Layout | None:
+def _first_alone(shape: Layout) -> bool:
+    """Whether Megatron takes the first stage's number alone."""
+    return shape.num_stages == 2 and shape.num_chunks > 1
+
+
+def uneven_layout(shape: Layout, first: int, last: int) -> Layout | None:
     """The uneven layout of so many layers, stages and chunks; None if Megatron refuses these."""
     try:
         return Layout.from_flags(
@@ -94,7 +100,7 @@ def uneven_layout(shape: Layout, first: int, last: int | None) -> Layout | None:
             shape.num_chunks,
             mtp_num_layers=shape.mtp_num_layers,
             num_layers_in_first_pipeline_stage=first,
-            num_layers_in_last_pipeline_stage=last,
+            num_layers_in_last_pipeline_stage=None if _first_alone(shape) else last,
         )
     except PipelineError:
         return None

@@ -26,19 +26,9 @@ from megatron_autorecompute.planner.search.stage_problem import (
     HIGHEST,
     ChunkUnits,
 )
-from megatron_autorecompute.planner.search.units import Priced
 from megatron_autorecompute.policy import LayerPolicy
 
-_MIX: Ints = np.array(
-    [
-        0x1E3779B97F4A7C15,
-        0x42B2AE3D27D4EB4F,
-        0x165667B19E3779F9,
-        0x27220A95FE6D1B3F,
-        0x3C6EF372FE94F82B,
-    ],
-    np.int64,
-)
+_MIX: Ints = np.array([pow(0x1E3779B97F4A7C15, k, 1 << 62) for k in range(1, 6)], np.int64)
 """Odd numbers: rows that are equal have the same sum of products."""
 _BLOCK = 256
 _HEIGHTS = 6
@@ -240,11 +230,51 @@ class _Thin:
         return kept[nearest(rows[kept], width)]
 
 
+class Priced:
+    """A bound from below on what any plan of a chunk costs at given prices.
+
+    A plan costs its times, the bytes that it holds, and its highest points in both directions. None
+    of these is lower than what all units hold and the last one needs besides. So a sum over units
+    bounds the cost, and the least sum is found from place to place.
+
+    Args:
+        units: the units of the chunk.
+        prices: by column.
+    """
+
+    def __init__(self, units: ChunkUnits, prices: Floats) -> None:
+        self.units, self.prices = units, prices
+        alive = prices[:FORWARD].copy()
+        alive[HELD] += prices[HIGHEST].sum()
+        self.costs: list[Floats] = []
+        """Of all units that may begin at each place, in the order of `ChunkUnits.every`."""
+        for place, (rows, sizes, _) in enumerate(units.every):
+            last = place + sizes == units.places
+            self.costs.append(
+                rows[:, :FORWARD] @ alive + last * (rows[:, HIGHEST] @ prices[HIGHEST])
+            )
+
+    def before(self) -> Floats:
+        """The least that all units before each place cost."""
+        least = np.full(self.units.places + 1, np.inf)
+        least[0] = 0
+        for place, cost in enumerate(self.costs):
+            np.minimum.at(least, place + self.units.every[place][1], least[place] + cost)
+        return least
+
+    def after(self) -> Floats:
+        """The least that all units from each place on cost; the first one bounds any plan."""
+        least = np.zeros(self.units.places + 1)
+        for place in reversed(range(self.units.places)):
+            least[place] = (self.costs[place] + least[place + self.units.every[place][1]]).min()
+        return least
+
+
 class Pruned:
     """Keeps plans whose cost at some prices can be within a limit.
 
     Args:
-        priced: the prices, with their shares at places.
+        priced: the prices.
         weights: the weights of times in what is to be the least, forward and backward.
         limit: the limit of the whole cost.
         width: the most that are kept at a place.
@@ -259,16 +289,14 @@ class Pruned:
 
     def sizes(self, place: int) -> Iterable[int]:
         """The sizes that may be in a plan within the limit."""
-        more = self.priced.together(place)
-        whole = self._before[place] + more + self._after[place + 2 : place + 2 + len(more)]
-        found: list[int] = (np.flatnonzero(whole <= self.limit) + 2).tolist()
+        sizes = self.priced.units.every[place][1]
+        whole = self._before[place] + self.priced.costs[place] + self._after[place + sizes]
+        found: list[int] = sizes[(whole <= self.limit) & (sizes > 1)].tolist()
         return found
 
     def keep(self, place: int, rows: Ints, runs: Ints) -> Ints:
         """The cheapest, some of them of every size."""
-        prices = self.priced.prices.copy()
-        prices[HIGHEST] *= self.priced.left[:, place]
-        cost = self._before[place] + rows @ prices
+        cost = self._before[place] + rows @ self.priced.prices
         kept = np.flatnonzero(cost <= self.limit)
         kept = kept[np.lexsort((runs[kept], cost[kept]))]
         kept = self._at_most(rows, cost, different(rows, kept), 6 * self.width)

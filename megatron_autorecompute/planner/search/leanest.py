@@ -9,7 +9,6 @@ fit; if a chunk finds none, nothing fits. Bisection then finds the lowest such p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,12 +31,11 @@ _FAR = 1 << 60
 
 def leanest(problem: StageProblem) -> StageChoice:
     """The choices with the lowest peak; of these, every chunk's hold the least they can."""
-    chunks = [_Chunk(units) for units in problem.chunks]
-    best = _fitting(problem, chunks, _FAR, np.zeros(len(chunks), np.int64))
+    best = _fitting(problem, _FAR, np.zeros(len(problem.chunks), np.int64))
     low, high = problem.floor_bytes, _peak_bytes(problem, best)
     while low < high:
         peak = (low + high) // 2
-        found = _fitting(problem, chunks, peak, best.held)
+        found = _fitting(problem, peak, best.held)
         if found.ways:
             best, high = found, _peak_bytes(problem, found)
         else:
@@ -67,15 +65,14 @@ class _Found:
     """The least number of further bytes that would have changed the result."""
 
 
-def _fitting(problem: StageProblem, chunks: Sequence[_Chunk], peak: int, held: Ints) -> _Found:
+def _fitting(problem: StageProblem, peak: int, held: Ints) -> _Found:
     """Whether anything has such a peak; chunks hold no less than they do under a higher one."""
     held, short_bytes, rising = held.copy(), _FAR, True
-    ways: list[_Way | None] = [None] * len(chunks)
+    ways: list[_Way | None] = [None] * len(problem.chunks)
     while rising:
         rising = False
-        for c, chunk in enumerate(chunks):
-            limits = _limits(problem, c, peak, held)
-            way, short = chunk.least(limits)
+        for c, chunk in enumerate(problem.chunks):
+            way, short = _least(chunk, _limits(problem, c, peak, held))
             short_bytes = min(short_bytes, short)
             if way is None:
                 return _Found((), held, short_bytes)
@@ -99,52 +96,37 @@ def _peak_bytes(problem: StageProblem, found: _Found) -> int:
     return int(max(needed.max(initial=0), problem.floor_bytes))
 
 
-class _Chunk:
-    """Finds the choices of one chunk that hold the least."""
+def _least(units: ChunkUnits, limits: Ints) -> tuple[_Way | None, int]:
+    """The choices of a chunk that hold the least of those below both limits, None where there are
+    none; and by how much higher limits may be for the same answer.
 
-    def __init__(self, units: ChunkUnits) -> None:
-        self.units = units
-        self._options = [
-            units.options(place, np.arange(2, len(more) + 2))
-            for place, more in enumerate(units.together)
-        ]
-
-    def least(self, limits: Ints) -> tuple[_Way | None, int]:
-        """The choices that hold the least of those below both limits, None where there are none;
-        and by how much higher limits may be for the same answer.
-
-        From the first unit to the last it keeps the choices with the least held before each place,
-        of these the ones with the fewest runs of equal choices.
-        """
-        places, short_bytes = self.units.places, _FAR
-        held, runs = np.full(places + 1, _FAR), np.zeros(places + 1, np.int64)
-        held[0], came, last = 0, np.zeros((places + 1, 2), np.int64), [-1] * (places + 1)
-        for place in range(places):
-            if held[place] >= _FAR:
-                continue
-            rows, sizes, names = self._options[place]
-            total = held[place] + rows[:, HELD]
-            over = (total[:, None] + rows[:, HIGHEST] - limits).max(axis=1)
-            short_bytes = min(short_bytes, int(over.min(initial=_FAR, where=over > 0)))
-            number = runs[place] + (names != last[place])
-            known = held[place + sizes], runs[place + sizes]
-            for at in _better(over <= 0, total, number, known):
-                to = place + int(sizes[at])
-                held[to], runs[to], came[to] = total[at], number[at], (place, at)
-                last[to] = int(names[at])
-        if held[-1] >= _FAR:
-            return None, short_bytes
-        choices = self._back(came)
-        return _Way(choices, self.units.plan(choices)), short_bytes
-
-    def _back(self, came: Ints) -> tuple[LayerPolicy, ...]:
-        """The choices that led to the end."""
-        choices, place = list[tuple[LayerPolicy, ...]](), self.units.places
-        while place:
-            before, at = came[place].tolist()
-            choices.append(self.units.choice(before, at, place - before))
-            place = before
-        return tuple(choice for own in reversed(choices) for choice in own)
+    From the first unit to the last it keeps the choices with the least held before each place, of
+    these the ones with the fewest runs of equal choices.
+    """
+    places, short_bytes = units.places, _FAR
+    held, runs = np.full(places + 1, _FAR), np.zeros(places + 1, np.int64)
+    held[0], came, last = 0, np.zeros((places + 1, 2), np.int64), [-1] * (places + 1)
+    for place, (rows, sizes, names) in enumerate(units.every):
+        if held[place] >= _FAR:
+            continue
+        total = held[place] + rows[:, HELD]
+        over = (total[:, None] + rows[:, HIGHEST] - limits).max(axis=1)
+        short_bytes = min(short_bytes, int(over.min(initial=_FAR, where=over > 0)))
+        number = runs[place] + (names != last[place])
+        known = held[place + sizes], runs[place + sizes]
+        for at in _better(over <= 0, total, number, known):
+            to = place + int(sizes[at])
+            held[to], runs[to], came[to] = total[at], number[at], (place, at)
+            last[to] = int(names[at])
+    if held[-1] >= _FAR:
+        return None, short_bytes
+    choices, place = list[tuple[LayerPolicy, ...]](), places
+    while place:  # back along what led to the end
+        before, at = came[place].tolist()
+        choices.append(units.choice(before, at, place - before))
+        place = before
+    whole = tuple(choice for own in reversed(choices) for choice in own)
+    return _Way(whole, units.plan(whole)), short_bytes
 
 
 def _better(fits: Bools, total: Ints, runs: Ints, known: tuple[Ints, Ints]) -> list[int]:

@@ -19,7 +19,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Floats
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.search.chunk_plans import ChunkTable, Plans
@@ -214,12 +213,6 @@ class Stage:
             return None
         best, _ = self.shrunk(budget)
         return best and replace(best, bound_ps=min(best.time_ps, relaxed.bound_ps))
-
-    def bound(self, budget: int, weights: Floats) -> float:
-        """No choices that fit take less where events count so often, `[direction, chunk]`, as
-        prices of bytes tell; infinite where none fit."""
-        stage = self._plans(budget, 0)
-        return np.inf if stage is None else stage.bound(weights)
 
     def shrunk(self, budget: int) -> tuple[StageChoice | None, int]:
         """Choices whose true peak fits, and the bytes added to events at which they were found."""

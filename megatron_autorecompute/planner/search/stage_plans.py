@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Bools, Floats, Ints
-from megatron_autorecompute.planner.search.chunk_plans import SLACK, Plans, Pruned, Walk
+from megatron_autorecompute.planner.search.chunk_plans import SLACK, Plans, Priced, Pruned, Walk
 from megatron_autorecompute.planner.search.stage_problem import (
     BACKWARD,
     FORWARD,
@@ -22,7 +22,6 @@ from megatron_autorecompute.planner.search.stage_problem import (
     Split,
     StageProblem,
 )
-from megatron_autorecompute.planner.search.units import Priced, close
 
 _PRICINGS = 8
 """Programs until prices stand; half as many or twice as many change no answer."""
@@ -213,7 +212,7 @@ class StagePlans:
             if known.table.complete:
                 found[c] = (known.rows[self.fits[c]] @ prices[c]).min()
             else:
-                found[c] = Priced.at_the_end(known.table.units, prices[c]).after()[0]
+                found[c] = Priced(known.table.units, prices[c]).after()[0]
         return found
 
     # --- the plans of the least weighted time -----------------------------------------------------
@@ -238,31 +237,23 @@ class StagePlans:
     def _listed(self, weights: Floats, more: float, width: int) -> Listed:
         price = self._priced(weights)
         if len(self.plans) == 1 and not self.plans[0].table.complete:
-            paid = float(price @ self.room)
-            return self._again(weights, self.prices(weights, price)[0], paid)
+            return self._again(weights, price)
         return self._summed(weights, price, more, width)
 
     def bound(self, weights: Floats) -> float:
         """What prices alone say that nothing that fits takes less than, without residual."""
-        price = self._priced(weights)
-        if len(self.plans) > 1 or self.plans[0].table.complete:
-            return max(0.0, self._base(weights, price))
-        paid = float(price @ self.room)
-        _, base, _ = close(self.plans[0].table.units, self.prices(weights, price)[0])
-        return max(0.0, base - paid - SLACK * (abs(base) + abs(paid)))
+        return max(0.0, self._base(weights, self._priced(weights)))
 
     def weighted(self, weights: Floats, rows: Ints) -> Floats:
         """The weighted time of whole plans."""
         found: Floats = np.einsum("dcp,dc->p", self.times(rows).astype(np.float64), weights)
         return found
 
-    def _again(self, weights: Floats, prices: Floats, paid: float) -> Listed:
+    def _again(self, weights: Floats, price: Floats) -> Listed:
         """Plans of the only chunk, built at the prices, wider each time until they are the best."""
-        known = self.plans[0]
-        units, fits = known.table.units, self.fits[0]
-        priced, base, met = close(units, prices)
-        base -= paid + SLACK * (abs(base) + abs(paid))
-        self._take([known.add(policies) for policies in met])
+        known, paid = self.plans[0], float(price @ self.room)
+        units, base = known.table.units, self._base(weights, price)
+        priced = Priced(units, self.prices(weights, price)[0])
         best = self._best(weights)
         bound, whole = base, best <= base
         for width in _WIDTHS:

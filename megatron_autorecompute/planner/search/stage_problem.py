@@ -147,6 +147,14 @@ class ChunkUnits:
         )
 
     @cached_property
+    def every(self) -> list[tuple[Ints, Ints, Ints]]:
+        """The `options` of each place, with checkpoints of all sizes."""
+        return [
+            self.options(place, np.arange(2, len(more) + 2))
+            for place, more in enumerate(self.together)
+        ]
+
+    @cached_property
     def _names(self) -> list[Ints]:
         known: dict[LayerPolicy, int] = {}
         own = ([known.setdefault(p, len(known)) for p in choices] for choices in self.policies)

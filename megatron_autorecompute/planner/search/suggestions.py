@@ -19,6 +19,7 @@ from megatron_autorecompute.planner.cost.layout_flags import (
     layers_per_stage,
     layout_flags,
     uneven_layout,
+    uneven_sizes,
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.problem import Problem
@@ -152,27 +153,15 @@ def _other_layout(problem: Problem) -> Change | None:
 
 def _nearest(asked: Layout) -> Iterator[Layout]:
     """The layouts by the flags for uneven stages that move the fewest layers, nearest first."""
-    chunks, (first, *between, last) = asked.num_chunks, layers_per_stage(asked)
-    last -= asked.mtp_num_layers
-    alone = not between and chunks > 1  # of two such stages Megatron takes the first one's number
+    first, *between, last = layers_per_stage(asked)
 
-    def ends(middle: int) -> int:
-        return asked.num_layers - middle * len(between)
+    def moved(sizes: tuple[int, int, int]) -> int:
+        at_first, middle, at_last = sizes
+        ends = abs(at_first - first) + abs(at_last + asked.mtp_num_layers - last)
+        return ends + sum(abs(middle - size) for size in between)
 
-    def least_moved(middle: int) -> int:
-        return sum(abs(middle - size) for size in between) + abs(ends(middle) - first - last)
-
-    def sizes(middle: int) -> Iterator[tuple[int, int, int]]:
-        moved = sum(abs(middle - size) for size in between)
-        for one in range(chunks, ends(middle), chunks):
-            other = ends(middle) - one
-            yield moved + abs(one - first) + abs(other - last), one, other
-
-    middles = range(chunks, asked.num_layers // len(between) + 1, chunks) if between else [0]
-    nearest = heapq.nsmallest(_NEAREST_LAYOUTS, middles, key=least_moved)
-    found = itertools.chain.from_iterable(map(sizes, nearest))
-    for _, at_first, at_last in heapq.nsmallest(_NEAREST_LAYOUTS, found):
-        layout = uneven_layout(asked, at_first, None if alone else at_last)
+    for at_first, _, at_last in heapq.nsmallest(_NEAREST_LAYOUTS, uneven_sizes(asked), key=moved):
+        layout = uneven_layout(asked, at_first, at_last)
         if layout is not None:
             yield layout
 
