@@ -14,10 +14,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megatron_autorecompute.cli import streams
-from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.command import MOST_POINTS, Command, at_least, picture
 from megatron_autorecompute.cli.output import check_output, print_result, progress_bars
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
-from megatron_autorecompute.cli.values import MOST_POINTS, at_least, picture
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import may_offload
@@ -34,8 +33,6 @@ STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
 class ParetoCommand(Command):
     """Solves for many budgets and prints the curve."""
 
-    name = "pareto"
-    description = "Arguments after -- are flags of pretrain_gpt.py."
     takes_megatron_flags = True
     reads = ("profile", "job")
 
