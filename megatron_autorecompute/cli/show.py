@@ -212,19 +212,15 @@ def _explain_stages(args: Namespace, plan: Plan) -> None:
 
 def _explain_layer(args: Namespace, plan: Plan) -> None:
     found = neighbours(plan.problem(), plan.policy, args.layer)
-    stage = next(
-        number
-        for number, chunks in enumerate(plan.layout.stages)
-        if any(args.layer in chunk.layers for chunk in chunks)
-    )
+    stage = plan.layout.stage_of(args.layer)
     data = {
         "layer": args.layer,
         "stage": stage,
         "choice": plan.recompute_policy[args.layer],
         "binding": plan.evidence[stage].binding,
-        "others": terminal.neighbour_rows(plan, stage, found),
+        "others": list(map(asdict, found)),
     }
-    view = terminal.neighbours_view(plan, args.layer, stage, found)
+    view = terminal.neighbours_view(plan, args.layer, found)
     print_result(args, json.dumps(data, indent=1), view)
 
 

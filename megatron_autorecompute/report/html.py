@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,6 @@ def page_data(data: ReportData) -> dict[str, Any]:
     """The data that the page's script draws."""
     plan = data.plan
     tightest = tightest_stage(plan)
-    stage_of = data.stage_of
     return {
         "step": data.timeline.step_ms,
         "tightest": tightest,
@@ -95,20 +95,10 @@ def page_data(data: ReportData) -> dict[str, Any]:
         "layers": [
             {
                 "choice": plan.recompute_policy[layer],
-                "stage": stage_of[layer],
-                "others": [
-                    {
-                        "choice": str(other.choice),
-                        "step": other.step_ms,
-                        "busy": other.stage_busy_ms,
-                        "bytes": other.peak_bytes,
-                        "fits": other.fits,
-                        "tie": other.is_tie,
-                    }
-                    for other in effects
-                ],
+                "stage": plan.layout.stage_of(layer),
+                "others": list(map(asdict, others)),
             }
-            for layer, effects in enumerate(data.effects)
+            for layer, others in enumerate(data.others)
         ],
     }
 

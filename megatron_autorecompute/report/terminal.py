@@ -367,13 +367,9 @@ def _parts(cost: StageCost, *, graphs: bool) -> tuple[int, ...]:
     )
 
 
-def neighbours_view(
-    plan: Plan, layer: int, stage: int, found: Iterable[Neighbour]
-) -> RenderableType:
+def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> RenderableType:
     """One row per other choice of a layer."""
-    rows = neighbour_rows(plan, stage, found)
-    ties = any(row["tie"] for row in rows)
-    chosen = plan.policy.layers[layer]
+    ties, stage = any(other.tie for other in found), plan.layout.stage_of(layer)
     unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
     columns = (
         Column("instead", folded=True),
@@ -385,39 +381,19 @@ def neighbours_view(
     )
     cells = [
         (
-            str(row["choice"]),
-            f"{row['step_ms']:+.3f}",
-            f"{row['stage_busy_ms']:+.3f}",
-            unit.change(float(row["peak_bytes"])),
-            "yes" if row["fits"] else "no",
-            *(["=" if row["tie"] else ""] if ties else []),
+            other.choice,
+            f"{other.step_ms:+.3f}",
+            f"{other.stage_busy_ms:+.3f}",
+            unit.change(other.peak_bytes),
+            "yes" if other.fits else "no",
+            *(["=" * other.tie] if ties else []),
         )
-        for row in rows
-    ]
-    evidence = plan.evidence[stage]
-    title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
-    return Group(
-        Text(title), Rows(columns, cells), Text(f"The stage is bound by {evidence.binding}.")
-    )
-
-
-def neighbour_rows(
-    plan: Plan, stage: int, found: Iterable[Neighbour]
-) -> list[dict[str, str | float | bool]]:
-    """What each choice changes: step_ms, stage_busy_ms, peak_bytes (high end); whether it fits, and
-    whether the errors of the profile hide what it changes of the step."""
-    now = plan.cost.stages[stage]
-    return [
-        {
-            "choice": str(other.choice),
-            "step_ms": other.cost.step_ms - plan.cost.step_ms,
-            "stage_busy_ms": other.cost.stages[stage].busy_ms - now.busy_ms,
-            "peak_bytes": other.cost.stages[stage].peak_high_bytes - now.peak_high_bytes,
-            "fits": other.cost.stages[stage].peak_high_bytes <= plan.budget_bytes[stage],
-            "tie": other.is_tie,
-        }
         for other in found
     ]
+    chosen = plan.policy.layers[layer]
+    title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
+    bound = f"The stage is bound by {plan.evidence[stage].binding}."
+    return Group(Text(title), Rows(columns, cells), Text(bound))
 
 
 def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> RenderableType:
