@@ -15,13 +15,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.copies import Copy, StepCopies
 from megatron_autorecompute.report.curve import curve_svg
 from megatron_autorecompute.report.data import ReportData
 from megatron_autorecompute.report.recorded_html import recorded_data, recorded_tables
 from megatron_autorecompute.report.strip import STYLE, strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
-from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
+from megatron_autorecompute.report.timeline import Copy, StageTimeline, StepCopies, UnitCost
 from megatron_autorecompute.report.words import binds, came_from, duration, percent, proof, size
 
 _TEMPLATES = Path(__file__).parent / "templates"
