@@ -23,7 +23,7 @@ from megatron_autorecompute.planner.search.manual import may_offload
 from megatron_autorecompute.planner.search.offload import without_offload
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.report import terminal
-from megatron_autorecompute.report.curve import curve_svg
+from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
 
 STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")

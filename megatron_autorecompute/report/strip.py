@@ -39,25 +39,21 @@ class _Place:
     """`E` for the embedding, `L` for the head; else empty."""
 
 
-def strip_svg(plan: Plan, *, interactive: bool = False) -> str:
-    """The whole policy with its legend, as a self-contained SVG.
-
-    interactive: for a page that shows more about a cell than its title.
-    """
+def strip_svg(plan: Plan) -> str:
+    """The whole policy with its legend, as a self-contained SVG."""
     parts, y, right = [], 0, 420
     for stage, chunks in enumerate(plan.layout.stages):
         places = list(_placed(chunks, y))
         parts.append(_name(0, y + BETWEEN + 14, f"stage {stage}"))
-        parts += _cells(plan, places, chunks, interactive)
+        parts += _cells(plan, places, chunks)
         right = max([right, *(place.x + CELL for place in places)])
         y = max([y, *(place.y for place in places)]) + ROW + 2
     below = list(_legend(plan, y + BETWEEN))
     height = y + BETWEEN + 22 * len(below)
-    style = "" if interactive else f"<style>{STYLE}</style>"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="strip" viewBox="0 0 {right + 2} {height}"'
         f' width="{right + 2}" height="{height}" font-family="system-ui, sans-serif" role="group" '
-        f'aria-label="What every layer recomputes">{style}\n'
+        f'aria-label="What every layer recomputes"><style>{STYLE}</style>\n'
         + "\n".join([*parts, *below])
         + "\n</svg>\n"
     )
@@ -90,9 +86,7 @@ def _placed(chunks: tuple[Chunk, ...], top: int) -> Iterator[_Place]:
         x += GAP
 
 
-def _cells(
-    plan: Plan, places: list[_Place], chunks: tuple[Chunk, ...], interactive: bool
-) -> Iterator[str]:
+def _cells(plan: Plan, places: list[_Place], chunks: tuple[Chunk, ...]) -> Iterator[str]:
     colours, letters, policy = choice_colours(plan), legend(plan.policy), plan.policy
     begun = -1
     for place in places:
@@ -113,14 +107,10 @@ def _cells(
             )
         choice = policy.layers[place.layer]
         name = escape(f"layer {place.layer}: {choice}")
-        about = (
-            f'data-layer="{place.layer}" tabindex="-1" role="button" aria-label="{name}">'
-            if interactive
-            else f"><title>{name}</title>"
-        )
         yield (
-            f'<g class="cell" {about}<rect x="{place.x}" y="{place.y}" width="{CELL - 1}" '
-            f'height="{ROW}" fill="{colours[choice]}"/>'
+            f'<g class="cell" data-layer="{place.layer}"><title>{name}</title>'
+            f'<rect x="{place.x}" y="{place.y}" width="{CELL - 1}" height="{ROW}" '
+            f'fill="{colours[choice]}"/>'
             f"{_letter(middle, place.y + 14, letters[choice], ink_on(colours[choice]))}</g>"
         )
     at = {place.layer: place for place in places if place.layer is not None}

@@ -757,6 +757,13 @@ function layerTip(layer) {
 
 function listenPolicy() {
   const cells = [...document.querySelectorAll("#policy [data-layer]")];
+  for (const cell of cells) { // which tells more than its title
+    const title = cell.querySelector("title");
+    cell.setAttribute("role", "button");
+    cell.setAttribute("aria-label", title.textContent);
+    cell.tabIndex = -1;
+    title.remove();
+  }
   if (cells.length) cells[0].tabIndex = 0;
   const tell = cell => {
     const box = cell.getBoundingClientRect();
