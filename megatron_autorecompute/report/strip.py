@@ -8,7 +8,7 @@ from html import escape
 
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.report.terminal import legend
 from megatron_autorecompute.report.words import choice_colours, ink_on, without_group
 
@@ -23,6 +23,8 @@ STYLE = """
   .strip .name { fill: #ddd } .strip .few { fill: #aaa } .strip .group { stroke: #ddd }
 }
 """
+Looks = dict[LayerPolicy, str]
+"""What every choice looks like: its colour, or its letter."""
 INK, QUIET = "#333333", "#666666"
 
 
@@ -41,14 +43,14 @@ class _Place:
 
 def strip_svg(plan: Plan) -> str:
     """The whole policy with its legend, as a self-contained SVG."""
-    parts, y, right = [], 0, 420
+    colours, letters, parts, y, right = choice_colours(plan), legend(plan.policy), [], 0, 420
     for stage, chunks in enumerate(plan.layout.stages):
         places = list(_placed(chunks, y))
         parts.append(_name(0, y + BETWEEN + 14, f"stage {stage}"))
-        parts += _cells(plan, places, chunks)
+        parts += _cells(plan, places, chunks, colours, letters)
         right = max([right, *(place.x + CELL for place in places)])
         y = max([y, *(place.y for place in places)]) + ROW + 2
-    below = list(_legend(plan, y + BETWEEN))
+    below = list(_legend(plan, y + BETWEEN, colours, letters))
     height = y + BETWEEN + 22 * len(below)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="strip" viewBox="0 0 {right + 2} {height}"'
@@ -86,9 +88,10 @@ def _placed(chunks: tuple[Chunk, ...], top: int) -> Iterator[_Place]:
         x += GAP
 
 
-def _cells(plan: Plan, places: list[_Place], chunks: tuple[Chunk, ...]) -> Iterator[str]:
-    colours, letters, policy = choice_colours(plan), legend(plan.policy), plan.policy
-    begun = -1
+def _cells(
+    plan: Plan, places: list[_Place], chunks: tuple[Chunk, ...], colours: Looks, letters: Looks
+) -> Iterator[str]:
+    policy, begun = plan.policy, -1
     for place in places:
         middle = place.x + CELL // 2
         if place.layer is None:
@@ -132,8 +135,7 @@ def groups(policy: RecomputePolicy, chunks: tuple[Chunk, ...]) -> Iterator[tuple
                 yield from (layers[i : i + size] for i in range(0, len(layers), size))
 
 
-def _legend(plan: Plan, top: int) -> Iterator[str]:
-    colours, letters = choice_colours(plan), legend(plan.policy)
+def _legend(plan: Plan, top: int, colours: Looks, letters: Looks) -> Iterator[str]:
     named = {letters[choice]: choice for choice in letters if choice.group == 1}
     if any(choice.granularity == "full" for choice in letters):
         named.setdefault("F", next(c for c in letters if c.granularity == "full"))
