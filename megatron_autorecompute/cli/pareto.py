@@ -44,7 +44,7 @@ class ParetoCommand(Command):
             type=at_least(1, MOST_POINTS),
             default=64,
             metavar="N",
-            help="number of budgets (default: 64)",
+            help="number of budgets at even distances (default: 64)",
         )
         parser.add_argument(
             "--plot",
@@ -62,11 +62,16 @@ class ParetoCommand(Command):
             check_output(args, args.plot)
         (problem,), asked = problems(args, read_source(args))
         with progress_bars() as bars:
-            task = bars.add_task("Budgets", total=1)
-            points = pareto(problem, args.points, lambda share: bars.update(task, completed=share))
             own = bars.add_task("Megatron's own settings", total=1)
             strategies = strategies_of(
                 problem, None, lambda share: bars.update(own, completed=share)
+            )
+            task = bars.add_task("Budgets", total=1)
+            points = best_points(
+                problem,
+                strategies,
+                lambda share: bars.update(task, completed=share),
+                num_points=args.points,
             )
         without = _without_offload(problem, args.points)
         if args.csv:
@@ -83,7 +88,7 @@ class ParetoCommand(Command):
             view = Group(*parts, *map(Text, said))
             print_result(args, as_json(points, strategies, without), view)
         if args.plot:
-            _draw(problem, strategies, args.points, args.plot)
+            _draw(Curve(problem.profile.model.name, points, strategies), args.plot)
 
 
 def _without_offload(problem: Problem, num_points: int) -> list[CurvePoint]:
@@ -92,23 +97,11 @@ def _without_offload(problem: Problem, num_points: int) -> list[CurvePoint]:
     return [] if without is None else list(pareto(without, num_points))
 
 
-def _draw(
-    problem: Problem, strategies: Sequence[ManualResult], num_points: int, path: Path
-) -> None:
+def _draw(curve: Curve, path: Path) -> None:
     from megatron_autorecompute.report.drawn import save_picture  # loads matplotlib
 
-    with progress_bars() as bars:
-        task = bars.add_task("Picture", total=1)
-        points = best_points(
-            problem,
-            terminal.unbeaten(strategies),
-            (),
-            lambda share: bars.update(task, completed=share),
-            num_points,
-        )
-    name = problem.profile.model.name
-    title = f"{name}: the best policy for every budget (line), Megatron's own settings (points)"
-    save_picture(curve_svg(Curve(name, points, tuple(strategies)), title), path)
+    about = "the best policy for every budget (line), Megatron's own settings (points)"
+    save_picture(curve_svg(curve, f"{curve.title}: {about}"), path)
     streams.say(f"Drawn: {path}.")
 
 

@@ -99,17 +99,15 @@ def _curve(plan: Plan, problem: Problem, progress: Progress) -> Curve:
         max(plan.budget_bytes), plan.cost.step_ms, plan.cost.peak_high_bytes, plan.policy.format()
     )
     known = [here] if len(set(plan.budget_bytes)) == 1 else []
-    points = best_points(
-        problem, unbeaten(strategies), known, lambda share: progress("Curve", share)
-    )
+    points = best_points(problem, strategies, lambda share: progress("Curve", share), known)
     return Curve(plan.profile.model.name, points, strategies, min(plan.budget_bytes), here)
 
 
 def best_points(
     problem: Problem,
     strategies: Iterable[ManualResult],
-    known: Iterable[CurvePoint],
     progress: Callable[[float], None],
+    known: Iterable[CurvePoint] = (),
     num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
     """The best policies for some budgets, largest first: for evenly spaced ones, and for what a
@@ -119,12 +117,13 @@ def best_points(
     points = {own.budget_bytes: own for own in (*even, *known)}
     faster = [
         strategy.peak_high_bytes
-        for strategy in strategies
+        for strategy in unbeaten(strategies)
         if strategy.peak_high_bytes >= even[-1].budget_bytes
         and strategy.step_ms < _fastest_within(points.values(), strategy.peak_high_bytes)
     ]
-    more = pareto(problem, 1, lambda share: progress(0.8 + 0.2 * share), faster)
-    points = {own.budget_bytes: own for own in more} | points
+    if faster:
+        more = pareto(problem, 1, lambda share: progress(0.8 + 0.2 * share), faster)
+        points = {own.budget_bytes: own for own in more} | points
     return tuple(_never_slower(sorted(points.values(), key=lambda point: point.budget_bytes)))
 
 
