@@ -6,13 +6,12 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute.cli.command import Command, sizes
 from megatron_autorecompute.cli.output import add_json, console, progress_bars, quiet_upstream
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
 if TYPE_CHECKING:
@@ -62,22 +61,30 @@ def add_runs(parser: ArgumentParser) -> None:
 
 
 def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
-    """Run Megatron's schedule under a plan, and under the policy of a step that a job measured."""
+    """Run Megatron's schedule under a plan, and under the policy of the step that a job measured.
+
+    Without --json a table is printed, each line as soon as its stage is done.
+    """
     measured = _measured(args, plan)
     with quiet_upstream():
         from megatron_autorecompute.meta import verify, verify_calls  # loads torch and Megatron
 
+        unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
         steps = measured is not None
         calls = args.lengths or verify_calls.calls_of(plan)
         verify_calls.fullest_parts(plan, calls)  # refused before anything runs
+        beside = Beside(bool(calls) or steps, steps or bool(plan.measured_peak_bytes))
+        lines = None if args.json else Lines(unit, beside)
         if measured is not None:
             verify.measured_peaks(plan, measured)
         with progress_bars() as bars:
             stages = plan.layout.num_stages
             task = bars.add_task("Megatron's own schedule", total=stages * (1 + steps + len(calls)))
 
-            def done(_: StageCheck) -> None:
+            def done(check: StageCheck) -> None:
                 bars.advance(task)
+                if lines is not None:
+                    lines.say(check)
 
             checks = [*verify.verify(plan, done)]
             checks += verify_calls.verify_calls(plan, calls, checks, done)
@@ -87,14 +94,12 @@ def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
 
 
 def conclude(args: Namespace, checks: Sequence[StageCheck]) -> None:
-    """Print the table and the verdict, unless JSON was asked for.
+    """Print the verdict, unless JSON was asked for.
 
     Raises: VerificationError if a stage exceeds its budget or differs from the prediction.
     """
     from megatron_autorecompute.meta import verify  # loads torch and Megatron
 
-    if not args.json:
-        console().print(table(checks))
     verify.require_verified(checks)
     if not args.json:
         console().print(verify.verdict(checks), soft_wrap=not sys.stdout.isatty())
@@ -117,45 +122,72 @@ def _measured(args: Namespace, plan: Plan) -> Plan | None:
     return plan if known else None
 
 
-def table(checks: Sequence[StageCheck]) -> Rows:
-    """A row for each stage of each step that ran. The last word says what is wrong, if anything."""
-    unit = unit_for(check.total_bytes for check in checks)
-    steps = any(check.iteration is not None or check.call is not None for check in checks)
-    job = any(check.job_bytes is not None for check in checks)
-    columns = (
-        *([Column("step")] if steps else []),
-        Column("stage"),
-        Column(f"predicted {unit.name}"),
-        Column(f"Megatron {unit.name}"),
-        Column("  error"),
-        Column(f"total {unit.name}"),
-        *([Column(f"job {unit.name}"), Column("  error")] if job else []),
-        Column(f"budget {unit.name}"),
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The further columns of the table."""
+
+    steps: bool = False
+    """Whether rows name their step: more than the plan's own runs."""
+    job: bool = False
+    """Whether rows have a peak that a job measured."""
+
+
+class Lines:
+    """The table's rows, written one at a time, in columns of the header's widths."""
+
+    def __init__(self, unit: Unit, beside: Beside = Beside()) -> None:
+        self._unit = unit
+        self._beside = beside
+        self._names = _names(unit, beside)
+        self._begun = False
+
+    def say(self, check: StageCheck) -> None:
+        """Write one stage, and the header before the first."""
+        if not self._begun:
+            print("  ".join(self._names))
+        self._begun = True
+        *texts, remark = _cells(check, self._unit, self._beside)
+        row = [text.rjust(len(name)) for text, name in zip(texts, self._names, strict=True)]
+        print("  ".join([*row, remark]).rstrip(), flush=True)
+
+
+def _names(unit: Unit, beside: Beside) -> tuple[str, ...]:
+    """Names of all columns but the last, each as wide as its figures."""
+    return (
+        *(("          step",) if beside.steps else ()),
+        "stage",
+        f"predicted {unit.name}",
+        f"Megatron {unit.name}",
+        "  error",
+        f"total {unit.name}",
+        *((f"  job {unit.name}", "  error") if beside.job else ()),
+        f"budget {unit.name}",
     )
-    rows = [_cells(check, unit, steps=steps, job=job) for check in checks]
-    if any(remark for *_, remark in rows):
-        return Rows((*columns, Column("", left=True)), rows)
-    return Rows(columns, [row[:-1] for row in rows])
 
 
-def _cells(check: StageCheck, unit: Unit, *, steps: bool, job: bool) -> tuple[str, ...]:
+def _cells(check: StageCheck, unit: Unit, beside: Beside) -> tuple[str, ...]:
+    """The cells of a stage's row. The last cell says what is wrong, if anything is."""
     digits = 3 if unit.size == GIB else 1
     step = "plan" if check.iteration is None else f"iteration {check.iteration}"
     step = step if check.call is None else f"call {check.call}"
-    ran = "" if check.job_bytes is None else unit.text(check.job_bytes)
+    ran = ("", "") if check.job_bytes is None else (unit.text(check.job_bytes), _percent(check))
     remarks = {
         "over budget": check.iteration is None and not check.fits,
         "above the plan": not check.bounded,
         "differs": not check.agrees,
     }
     return (
-        *((step,) if steps else ()),
+        *((step,) if beside.steps else ()),
         str(check.stage),
         f"{check.predicted_bytes / unit.size:.{digits}f}",
         f"{check.megatron_bytes / unit.size:.{digits}f}",
         f"{check.error:+.2%}",
         unit.text(check.total_bytes),
-        *((ran, "" if check.job_error is None else f"{check.job_error:+.2%}") if job else ()),
+        *(ran if beside.job else ()),
         unit.text(check.budget_bytes),
         next((remark for remark, holds in remarks.items() if holds), ""),
     )
+
+
+def _percent(check: StageCheck) -> str:
+    return "" if check.job_error is None else f"{check.job_error:+.2%}"

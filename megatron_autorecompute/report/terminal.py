@@ -52,6 +52,7 @@ PEAK_COLUMNS = (
     Column("tran-\nsient", "transient"),
     Column("emb+\nhead", "embedding and head"),
     Column("over-\nhead", "overhead"),
+    Column("CUDA\ngraphs", name="more by CUDA graphs", optional=True),
 )
 
 
@@ -315,14 +316,8 @@ def stages_explained(plan: Plan) -> RenderableType:
     """The binding moment of each stage, and the parts of its peak."""
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
     graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
-    columns = (
-        *PEAK_COLUMNS,
-        *([Column("CUDA\ngraphs", name="more by CUDA graphs")] if graphs else []),
-        Column(f"peak\n{unit.name}"),
-    )
-    rows = [
-        (str(cost.stage), *map(unit.text, _parts(cost, graphs=graphs))) for cost in plan.cost.stages
-    ]
+    columns = (*PEAK_COLUMNS, Column(f"peak\n{unit.name}"))
+    rows = [_parts(cost, unit, graphs) for cost in plan.cost.stages]
     parts: list[RenderableType] = [Rows(columns, rows)]
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
@@ -352,24 +347,25 @@ def _range(cost: StageCost, unit: Unit) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _parts(cost: StageCost, *, graphs: bool) -> tuple[int, ...]:
-    """Bytes of the parts of a stage's peak, and of the peak, in the order of the columns."""
+def _parts(cost: StageCost, unit: Unit, graphs: bool) -> tuple[str, ...]:
+    """The stage, the parts of its peak, and the peak, in the order of the columns."""
     split = cost.peak.breakdown
     return (
-        split.static_bytes,
-        split.in_flight_bytes,
-        split.running_bytes,
-        split.transient_bytes,
-        split.embedding_head_bytes,
-        split.overhead_bytes,
-        *([split.graph_bytes] if graphs else []),
-        split.total_bytes,
+        str(cost.stage),
+        unit.text(split.static_bytes),
+        unit.text(split.in_flight_bytes),
+        unit.text(split.running_bytes),
+        unit.text(split.transient_bytes),
+        unit.text(split.embedding_head_bytes),
+        unit.text(split.overhead_bytes),
+        unit.text(split.graph_bytes) if graphs else "",
+        unit.text(split.total_bytes),
     )
 
 
 def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> RenderableType:
     """One row per other choice of a layer."""
-    ties, stage = any(other.tie for other in found), plan.layout.stage_of(layer)
+    stage = plan.layout.stage_of(layer)
     unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
     columns = (
         Column("instead", folded=True),
@@ -377,7 +373,7 @@ def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> Rende
         Column("stage ms"),
         Column(f"peak {unit.name}"),
         Column("fits"),
-        *([Column("tie", name="neither step is surely the shorter one")] if ties else []),
+        Column("tie", name="neither step is surely the shorter one", optional=True),
     )
     cells = [
         (
@@ -386,7 +382,7 @@ def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> Rende
             f"{other.stage_busy_ms:+.3f}",
             unit.change(other.peak_bytes),
             "yes" if other.fits else "no",
-            *(["=" * other.tie] if ties else []),
+            "=" * other.tie,
         )
         for other in found
     ]

@@ -11,11 +11,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from benchmarks.peak_fidelity import CASES, builder, config, measured_profile, shape
 from megatron_autorecompute.cli import main
-from megatron_autorecompute.cli.verify import table
+from megatron_autorecompute.cli.verify import Lines
 from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.errors import VerificationError
 from megatron_autorecompute.meta import verify
@@ -33,7 +32,7 @@ from megatron_autorecompute.profile import (
     StageRecord,
     StaticBytes,
 )
-from megatron_autorecompute.units import GIB, MIB
+from megatron_autorecompute.units import GIB, MIB, unit_for
 from testing.ranks import fresh_processes, run_ranks
 from tests.default_model import layers
 from tests.support import tiny_config
@@ -174,13 +173,11 @@ def test_a_stage_runs_no_more_microbatches_than_its_peak_needs(monkeypatch, prof
 @pytest.mark.any_version
 def test_small_figures_are_in_mib_and_what_is_wrong_is_the_last_word(capsys):
     sizes = {"static_bytes": MIB, "boundary_bytes": 0}
-    checks = [
-        StageCheck(stage, 4 * MIB, megatron * MIB, MOMENT, budget_bytes=budget * MIB, **sizes)
-        for stage, (megatron, budget) in enumerate([(4, 6), (5, 6), (4, 4)])
-    ]
-    Console().print(table(checks))
-    lines = map(str.rstrip, capsys.readouterr().out.splitlines())
-    header, fine, apart, over = lines
+    lines = Lines(unit_for([5 * MIB]))
+    lines.say(StageCheck(0, 4 * MIB, 4 * MIB, MOMENT, budget_bytes=6 * MIB, **sizes))
+    lines.say(StageCheck(1, 4 * MIB, 5 * MIB, MOMENT, budget_bytes=6 * MIB, **sizes))
+    lines.say(StageCheck(2, 4 * MIB, 4 * MIB, MOMENT, budget_bytes=4 * MIB, **sizes))
+    header, fine, apart, over = capsys.readouterr().out.splitlines()
     assert header.split()[1:5] == ["predicted", "MiB", "Megatron", "MiB"]
     assert fine.split() == ["0", "4.0", "4.0", "+0.00%", "5.0", "6.0"]
     assert len(fine) == len(header)
@@ -205,9 +202,8 @@ def job_that_measured(plan, policy, peaks):
 
 @pytest.mark.any_version
 def test_the_peak_of_the_step_that_a_job_measured_stands_beside_megatrons(
-    profile, tmp_path, capsys, monkeypatch
+    profile, tmp_path, capsys
 ):
-    monkeypatch.setenv("COLUMNS", "120")
     plan = job_that_measured(plan_of(profile), "full*8", [GIB] * 2)
     leanest = replace(plan, recompute_policy=("full",) * 8)
     totals = [check.total_bytes for check in verify.verify(leanest)]
