@@ -12,8 +12,6 @@ from megatron_autorecompute.cli.output import console
 class CompareCommand(Command):
     """Runs the comparison, which parses its own flags (`args.flags`)."""
 
-    name = "compare"
-
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add nothing: the comparison has its own parser, whose defaults depend on the machine."""
 
@@ -22,6 +20,6 @@ class CompareCommand(Command):
         # Loads matplotlib, and its ranks torch and Megatron.
         from megatron_autorecompute.compare.run import FILES, PAGE, compare
 
-        folder = compare(args.flags, console(), f"megatron-autorecompute {self.name}")
+        folder = compare(args.flags, console(), "megatron-autorecompute compare")
         print(streams.printable(f"Written: {folder}/{', '.join(FILES)}"))
         print(streams.printable(f"Our plan as a page to open in a browser: {folder}/{PAGE}"))

@@ -1,20 +1,22 @@
-"""`megatron-autorecompute estimate`: makes a profile of a job, without a device."""
+"""The commands that make a job's profile: `estimate` without a device, `profile` on one."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
-from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.command import Command, at_least, number_of_gib
 from megatron_autorecompute.cli.jobs import add_gpu, add_job, named_gpu, read_job
 from megatron_autorecompute.cli.output import (
     add_json,
@@ -28,15 +30,19 @@ from megatron_autorecompute.cli.output import (
     without_effect,
 )
 from megatron_autorecompute.cli.profile_view import profile_view
-from megatron_autorecompute.cli.values import number_of_gib
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
+from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.measured_records import measured_kinds, with_measured
 from megatron_autorecompute.meta.outside_torch import outside_torch
+from megatron_autorecompute.one_device import LEAST, MOST
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB, gib
+
+if TYPE_CHECKING:
+    import torch
+
 
 RESERVE_SHARE = 0.05
 """Assumed share of the device's memory for fragmentation of torch's allocator."""
@@ -44,20 +50,35 @@ RESERVE_SHARE = 0.05
 
 DEFAULT_OUTPUT = Path("profile.json")
 """Written without `-o`, but never over a file."""
+_LACKS = "it prints the profile, which lacks this"
 
 
 class EstimateCommand(Command):
     """Makes a profile without a device and prints it."""
 
-    name = "estimate"
-    description = "Arguments after -- are flags of pretrain_gpt.py."
     takes_megatron_flags = True
     reads = ("job", "measured")
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the job, the device, and how the times are modelled."""
         add_gpu(parser)
-        add_options(parser)
+        _add_options(parser)
+        parser.add_argument(
+            "--offload",
+            action="append",
+            default=[],
+            metavar="MODULE+...",
+            help="also record choices that offload these modules; cpu_offloading stands for whole "
+            "layers (docs/offload.md); repeatable",
+        )
+        parser.add_argument(
+            "--measured", metavar="P.json", help="profile measured in a job: use its records"
+        )
+        parser.add_argument(
+            "--sensitivity",
+            action="store_true",
+            help="also plan with each share 20%% higher or lower",
+        )
 
     def run(self, args: Namespace) -> None:
         """Make the profile, print it, and print the next command.
@@ -65,10 +86,10 @@ class EstimateCommand(Command):
         Raises OptionError for contradictory or impossible options.
         """
         with quiet_upstream():
-            estimate(args)
+            _estimate(args)
 
 
-def add_options(parser: ArgumentParser) -> None:
+def _add_options(parser: ArgumentParser) -> None:
     """Add where the job is read from, and what the profile is made and printed with."""
     add_job(parser)
     parser.add_argument(
@@ -82,28 +103,15 @@ def add_options(parser: ArgumentParser) -> None:
         metavar="NAME=SHARE,...",
         help="shares of the device's peaks to assume; host=FACTOR slows the host",
     )
-    parser.add_argument(
-        "--offload",
-        action="append",
-        default=[],
-        metavar="MODULE+...",
-        help="also record choices that offload these modules; cpu_offloading stands for whole "
-        "layers (docs/offload.md); repeatable",
-    )
-    parser.add_argument(
-        "--measured", metavar="P.json", help="profile measured in a job: use its records"
-    )
-    parser.add_argument(
-        "--sensitivity", action="store_true", help="also plan with each share 20%% higher or lower"
-    )
     add_output(parser, "P.json", f"file to write (default: a new {DEFAULT_OUTPUT}); - prints it")
     add_json(parser)
     add_verbose(parser)
 
 
-def estimate(args: Namespace) -> None:
-    """The command, without a change to how warnings are shown."""
-    output = checked_output(args)
+def _estimate(args: Namespace) -> None:
+    if args.sensitivity and args.json:
+        raise without_effect("--sensitivity", "--json", _LACKS)
+    output = _checked_output(args)
     gpu = named_gpu(args)
     job = read_job(args, gpu)
     check_lengths(output, job)
@@ -130,11 +138,11 @@ def estimate(args: Namespace) -> None:
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
     budget = budget_words(gpu, args.reserve_gib, job)
-    said = [step_end_words(profile, gpu), budget, *lines]
-    show_profile(args, profile, output, budget_bytes, said)
+    said = [_step_end_words(profile, gpu), budget, *lines]
+    _show_profile(args, profile, output, budget_bytes, said)
 
 
-def show_profile(
+def _show_profile(
     args: Namespace, profile: Profile, output: Path | None, budget_bytes: int, lines: Sequence[str]
 ) -> None:
     """Save a job's profile, print it, and print the next command; `lines` are printed below it."""
@@ -152,7 +160,7 @@ def show_profile(
         )
 
 
-def step_end_words(profile: Profile, gpu: Device) -> str:
+def _step_end_words(profile: Profile, gpu: Device) -> str:
     """What a step takes that no plan changes."""
     return (
         f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
@@ -165,11 +173,14 @@ def budget_words(
     gpu: Device, reserve_gib: float | None, job: Job, option: str = "--reserve-gib"
 ) -> str:
     """The budget that is proposed, why, and the option that changes it."""
-    budget_bytes = default_budget_bytes(gpu, reserve_gib, job)
-    return (
-        f"Budget {gib(budget_bytes)} GiB: the device's memory less "
-        f"{kept_back(gpu, reserve_gib, job, option)}."
+    budget, outside = gib(default_budget_bytes(gpu, reserve_gib, job)), outside_torch(job, gpu)
+    kept = (
+        f"{outside.size_bytes / GIB:.3g} GiB outside torch ({outside.reason}) and "
+        f"{RESERVE_SHARE:.0%} for fragmentation (assumed; {option})"
+        if reserve_gib is None
+        else f"{reserve_gib:g} GiB as asked"
     )
+    return f"Budget {budget} GiB: the device's memory less {kept}."
 
 
 def check_lengths(output: Path | None, job: Job) -> None:
@@ -178,7 +189,7 @@ def check_lengths(output: Path | None, job: Job) -> None:
         json_records.check_writable(output, [job.sample_lengths])
 
 
-def checked_output(args: Namespace) -> Path | None:
+def _checked_output(args: Namespace) -> Path | None:
     """The path to write the profile to; None for standard output.
 
     Raises OptionError if a file is there that was not named or that is read, or for options that
@@ -186,12 +197,8 @@ def checked_output(args: Namespace) -> Path | None:
     """
     output = _profile_file(args)
     refuse_ignored(args)
-    for option, given in (
-        ("--sensitivity", args.sensitivity),
-        ("--reserve-gib", args.reserve_gib is not None),
-    ):
-        if given and args.json:
-            raise without_effect(option, "--json", "it prints the profile, which lacks this")
+    if args.reserve_gib is not None and args.json:
+        raise without_effect("--reserve-gib", "--json", _LACKS)
     return output
 
 
@@ -231,29 +238,10 @@ def read_efficiency(text: str | None, gpu: Device) -> Efficiency:
     return replace(gpu.reaches, **given).with_host(host)
 
 
-def reserve_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:
-    """Bytes of a device's memory that are kept back."""
-    if reserve_gib is not None:
-        return round(reserve_gib * GIB)
-    return round(outside_torch(job, gpu).size_bytes + RESERVE_SHARE * gpu.memory_bytes)
-
-
-def kept_back(
-    gpu: Device, reserve_gib: float | None, job: Job, option: str = "--reserve-gib"
-) -> str:
-    """The reserve in words, with the option that changes it."""
-    if reserve_gib is not None:
-        return f"{reserve_gib:g} GiB as asked"
-    outside = outside_torch(job, gpu)
-    return (
-        f"{outside.size_bytes / GIB:.3g} GiB outside torch ({outside.reason}) and "
-        f"{RESERVE_SHARE:.0%} for fragmentation (assumed; {option})"
-    )
-
-
 def default_budget_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:
     """Bytes that torch may allocate; raises OptionError if the reserve leaves nothing."""
-    budget = gpu.memory_bytes - reserve_bytes(gpu, reserve_gib, job)
+    assumed_bytes = outside_torch(job, gpu).size_bytes + RESERVE_SHARE * gpu.memory_bytes
+    budget = gpu.memory_bytes - round(assumed_bytes if reserve_gib is None else reserve_gib * GIB)
     if budget <= 0:
         raise OptionError(
             f"--reserve-gib {reserve_gib} leaves nothing of {gpu.name}'s {gib(gpu.memory_bytes)} "
@@ -268,3 +256,79 @@ def plan_command(path: Path, budget_bytes: int) -> str:
         f"megatron-autorecompute plan --profile {shlex.quote(str(path))} "
         f"--budget-gib {gib(budget_bytes)} -o plan.json"
     )
+
+
+class ProfileCommand(Command):
+    """Measures a job's layers on one device."""
+
+    takes_megatron_flags = True
+    reads = ("job",)
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the device that measures, and the job with the flags of `estimate`."""
+        parser.add_argument(
+            "--device", required=True, choices=("cuda", "cpu"), help="what runs the layers"
+        )
+        add_gpu(parser, " (default: the one that measures)")
+        parser.add_argument(
+            "--repeats",
+            type=at_least(2),
+            metavar="N",
+            help="how often each choice is timed, at least (default: "
+            f"{MOST}, and down to {LEAST} where a layer has many choices)",
+        )
+        _add_options(parser)
+
+    def run(self, args: Namespace) -> None:
+        """Make the profile, print it, and print the next command.
+
+        Raises OptionError for contradictory or impossible options, MachineError if the device or
+        what runs on it is not there.
+        """
+        with quiet_upstream():
+            _profile(args)
+
+
+def _profile(args: Namespace) -> None:
+    output, named = _checked_output(args), _named_gpu(args)
+    import torch  # estimate needs it, and Megatron, only later
+
+    from megatron_autorecompute.one_device.build import device_of
+    from megatron_autorecompute.one_device.profiling import profile_on_device
+
+    where = device_of(args.device)
+    gpu = named or device(torch.cuda.get_device_name(where))
+    job = _job(args, where)
+    efficiency = read_efficiency(args.efficiency, gpu)
+    budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
+    with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
+        profile = profile_on_device(job, where, gpu, efficiency, args.repeats, status.update)
+    budget = budget_words(gpu, args.reserve_gib, job)
+    _show_profile(args, profile, output, budget_bytes, [budget])
+
+
+def _named_gpu(args: Namespace) -> Device | None:
+    """The job's GPU; None: the one that measures."""
+    if args.gpu is not None:
+        return device(args.gpu)
+    if args.device == "cpu":
+        raise OptionError(
+            "--device cpu does not say what the job runs on: add --gpu NAME, such as h100-80gb, "
+            "for its links and memory."
+        )
+    return None
+
+
+def _job(args: Namespace, where: torch.device) -> Job:
+    if where.type == "cuda" and args.megatron_flags:
+        # Megatron's own parser runs in a process that sees no CUDA, as in estimate.
+        from megatron_autorecompute.meta.meta_step import in_processes
+
+        asked = Namespace(**{n: v for n, v in vars(args).items() if n != "command"})
+        [job] = in_processes(functools.partial(_read, asked), [0])
+        return job
+    return read_job(args)
+
+
+def _read(args: Namespace, _: int) -> Job:
+    return read_job(args)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_autorecompute.cli import streams
+from megatron_autorecompute.cli.command import Command, at_least
 from megatron_autorecompute.cli.output import without_effect
-from megatron_autorecompute.cli.values import at_least
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.meta.devices import Device, device, devices
 from megatron_autorecompute.meta.job import Job, job_from, read_description
@@ -241,3 +241,20 @@ def _without(flags: Container[str], words: Iterable[str]) -> Iterator[str]:
             yield word
         elif not equals:
             next(left, None)
+
+
+class ExampleCommand(Command):
+    """Prints the YAML of an example; without a name, the names."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Add the example's name."""
+        parser.add_argument("example", nargs="?", type=example, metavar="NAME")
+
+    def run(self, args: Namespace) -> None:
+        """Print the example's job description."""
+        if args.example is not None:
+            print((EXAMPLES / f"{args.example}.yaml").read_text(encoding="utf-8"), end="")
+            return
+        for name in examples():
+            first = (EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
+            print(f"{name:20} {first.removeprefix('# ')}")

@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
+from megatron_autorecompute.cli.command import file
 from megatron_autorecompute.cli.throughput import throughput_words
-from megatron_autorecompute.cli.values import file
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.planner.launch_lines import launch_lines

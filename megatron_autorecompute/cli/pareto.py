@@ -14,17 +14,16 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megatron_autorecompute.cli import streams
-from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.command import MOST_POINTS, Command, at_least, picture
 from megatron_autorecompute.cli.output import check_output, print_result, progress_bars
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
-from megatron_autorecompute.cli.values import MOST_POINTS, at_least, picture
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import may_offload
 from megatron_autorecompute.planner.search.offload import without_offload
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.report import terminal
-from megatron_autorecompute.report.curve import curve_svg
+from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
 
 STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
@@ -34,8 +33,6 @@ STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
 class ParetoCommand(Command):
     """Solves for many budgets and prints the curve."""
 
-    name = "pareto"
-    description = "Arguments after -- are flags of pretrain_gpt.py."
     takes_megatron_flags = True
     reads = ("profile", "job")
 
@@ -47,7 +44,7 @@ class ParetoCommand(Command):
             type=at_least(1, MOST_POINTS),
             default=64,
             metavar="N",
-            help="number of budgets (default: 64)",
+            help="number of budgets at even distances (default: 64)",
         )
         parser.add_argument(
             "--plot",
@@ -65,11 +62,16 @@ class ParetoCommand(Command):
             check_output(args, args.plot)
         (problem,), asked = problems(args, read_source(args))
         with progress_bars() as bars:
-            task = bars.add_task("Budgets", total=1)
-            points = pareto(problem, args.points, lambda share: bars.update(task, completed=share))
             own = bars.add_task("Megatron's own settings", total=1)
             strategies = strategies_of(
                 problem, None, lambda share: bars.update(own, completed=share)
+            )
+            task = bars.add_task("Budgets", total=1)
+            points = best_points(
+                problem,
+                strategies,
+                lambda share: bars.update(task, completed=share),
+                num_points=args.points,
             )
         without = _without_offload(problem, args.points)
         if args.csv:
@@ -86,7 +88,7 @@ class ParetoCommand(Command):
             view = Group(*parts, *map(Text, said))
             print_result(args, as_json(points, strategies, without), view)
         if args.plot:
-            _draw(problem, strategies, args.points, args.plot)
+            _draw(Curve(problem.profile.model.name, points, strategies), args.plot)
 
 
 def _without_offload(problem: Problem, num_points: int) -> list[CurvePoint]:
@@ -95,23 +97,11 @@ def _without_offload(problem: Problem, num_points: int) -> list[CurvePoint]:
     return [] if without is None else list(pareto(without, num_points))
 
 
-def _draw(
-    problem: Problem, strategies: Sequence[ManualResult], num_points: int, path: Path
-) -> None:
+def _draw(curve: Curve, path: Path) -> None:
     from megatron_autorecompute.report.drawn import save_picture  # loads matplotlib
 
-    with progress_bars() as bars:
-        task = bars.add_task("Picture", total=1)
-        points = best_points(
-            problem,
-            terminal.unbeaten(strategies),
-            (),
-            lambda share: bars.update(task, completed=share),
-            num_points,
-        )
-    name = problem.profile.model.name
-    title = f"{name}: the best policy for every budget (line), Megatron's own settings (points)"
-    save_picture(curve_svg(Curve(name, points, tuple(strategies)), title), path)
+    about = "the best policy for every budget (line), Megatron's own settings (points)"
+    save_picture(curve_svg(curve, f"{curve.title}: {about}"), path)
     streams.say(f"Drawn: {path}.")
 
 

@@ -54,6 +54,17 @@ class Known:
     megatron_flags: Mapping[str, str] = field(default_factory=dict)
     """Further flags that a plan file's plan needs, name to value."""
 
+    @classmethod
+    def of(cls, layout: Layout, schedule: Schedule, flags: Any = None) -> Known:
+        """All of a pipeline that a file has."""
+        return cls(
+            layout,
+            schedule.num_microbatches,
+            schedule.microbatch_group_size,
+            schedule.overlap_moe_expert_parallel_comm,
+            flags if isinstance(flags, dict) else {},
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -81,14 +92,7 @@ def read_profile(path: str | Path) -> tuple[Profile, Known]:
         return profile, known_of(profile)
     layout = json_records.from_json(Layout, text, source=str(path), field="layout")
     schedule = json_records.from_json(Schedule, text, source=str(path), field="schedule")
-    flags = data.get("megatron_flags")
-    return profile, Known(
-        layout,
-        schedule.num_microbatches,
-        schedule.microbatch_group_size,
-        schedule.overlap_moe_expert_parallel_comm,
-        flags if isinstance(flags, dict) else {},
-    )
+    return profile, Known.of(layout, schedule, data.get("megatron_flags"))
 
 
 def known_of(profile: Profile) -> Known:
@@ -96,13 +100,7 @@ def known_of(profile: Profile) -> Known:
     facts = profile.model.facts
     with suppress(OptionError, PipelineError):  # a job that another version described
         job = job_from(facts.get("job"), "model.facts.job")
-        schedule = job.schedule()
-        return Known(
-            job.layout(),
-            schedule.num_microbatches,
-            schedule.microbatch_group_size,
-            schedule.overlap_moe_expert_parallel_comm,
-        )
+        return Known.of(job.layout(), job.schedule())
     config = facts.get("transformer_config")
     config = config if isinstance(config, dict) else {}
     step = profile.measured_step

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from megatron_autorecompute.cli import streams
-from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.command import Command, budgets, sizes
 from megatron_autorecompute.cli.estimate import budget_words, check_lengths, default_budget_bytes
 from megatron_autorecompute.cli.jobs import as_typed, command_with
 from megatron_autorecompute.cli.output import (
@@ -28,7 +28,6 @@ from megatron_autorecompute.cli.output import (
 )
 from megatron_autorecompute.cli.pipeline import MICRO_BATCH_SIZE, SPLIT, SPLIT_OF_FIELD
 from megatron_autorecompute.cli.problem import Source, add_problem, problems, read_source
-from megatron_autorecompute.cli.values import budgets, sizes
 from megatron_autorecompute.cli.verify import add_runs, as_data, conclude, verified
 from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.planner.cost.lengths import varies
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
 class PlanCommand(Command):
     """Solves, writes the plan and prints it."""
 
-    name = "plan"
-    description = "Arguments after -- are flags of pretrain_gpt.py."
     takes_megatron_flags = True
     reads = ("profile", "job", "measured")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_autorecompute.cli import streams
+from megatron_autorecompute.cli.command import percentile
 from megatron_autorecompute.cli.jobs import (
     SOURCES,
     add_gpu,
@@ -25,7 +26,6 @@ from megatron_autorecompute.cli.pipeline import (
     known_of,
     read_profile,
 )
-from megatron_autorecompute.cli.values import percentile
 from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job

@@ -58,53 +58,44 @@ def _made_for(profile: Profile) -> Iterator[str]:
 def _records(profile: Profile) -> Rows:
     shown_ms = 0.005  # the least that two digits show
     apart = any(r.communication_ms >= shown_ms for kind in profile.kinds for r in kind.choices)
-    graphs = profile.graphs_of_layers
     named = [
         (f"{len(k.layers)} {k.name}", r, is_tie(k, r)) for k in profile.kinds for r in k.choices
     ]
-    ties = any(is_equal for _, _, is_equal in named)
+    norm = [("final norm", profile.final_norm, False)] if profile.final_norm else []
+    rows = [("embedding", profile.embedding, False), *named, *norm, ("head", profile.head, False)]
     columns = (
         Column("layers", left=True),
         Column("choice", folded=True),
-        *([Column("graph MiB", name="held in CUDA graphs MiB")] if graphs else []),
+        Column("graph MiB", name="held in CUDA graphs MiB", optional=True),
         *map(Column, ("held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms")),
-        *([Column("comm.", name="of it communication ms")] if apart else []),
-        *(
-            [Column("tie", name="not surely slower than a choice with less recompute")]
-            if ties
-            else []
-        ),
+        Column("comm.", name="of it communication ms", optional=True),
+        Column("tie", name="not surely slower than a choice with less recompute", optional=True),
     )
-    norm = [("final norm", profile.final_norm, False)] if profile.final_norm else []
-    head = ("head", profile.head, False)
-    rows = [
-        (place, *_cells(record, apart, graphs), *(["=" * is_equal] if ties else []))
-        for place, record, is_equal in [
-            ("embedding", profile.embedding, False),
-            *named,
-            *norm,
-            head,
-        ]
-    ]
-    return Rows(columns, rows)
+    return Rows(columns, [_cells(*row, apart, profile.graphs_of_layers) for row in rows])
 
 
-def _cells(record: ChoiceRecord, apart: bool, graphs: bool) -> tuple[str, ...]:
+def _cells(
+    place: str, record: ChoiceRecord, tie: bool, apart: bool, graphs: bool
+) -> tuple[str, ...]:
     """A record's row, with its communication, and what graphs hold of it, if these are told
     apart."""
-    sizes = (
-        *([record.graph.held_bytes if record.graph else 0] if graphs else []),
-        record.held_bytes,
-        record.forward_transient_bytes,
-        record.backward_transient_bytes,
-    )
+    in_graphs = record.graph.held_bytes if record.graph else 0
     return (
+        place,
         record.choice,
-        *(f"{size / MIB:.0f}" if size >= 10 * MIB else f"{size / MIB:.3g}" for size in sizes),
+        _mib(in_graphs) if graphs else "",
+        _mib(record.held_bytes),
+        _mib(record.forward_transient_bytes),
+        _mib(record.backward_transient_bytes),
         f"{record.forward_ms:.2f}",
         f"{record.backward_ms:.2f}",
-        *([f"{record.communication_ms:.2f}"] if apart else []),
+        f"{record.communication_ms:.2f}" if apart else "",
+        "=" * tie,
     )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / MIB:.0f}" if size_bytes >= 10 * MIB else f"{size_bytes / MIB:.3g}"
 
 
 def _static(profile: Profile) -> Rows:

@@ -23,20 +23,23 @@ from megatron_autorecompute.packages import needed
 
 PROGRAM = "megatron-autorecompute"
 COMMANDS = {
-    "example": "print an example's job description, to begin your own",
-    "estimate": "compute the profile of a job without a device; times are modelled",
-    "profile": "measure a job's layers on one device; only communication is modelled",
-    "plan": "find the fastest policy that fits a budget, for a job or a profile",
-    "show": "print a plan stage by stage, or a profile",
-    "explain": "say what limits each stage, or what a layer's other choices cost",
-    "pareto": "print the time of the step against the budget",
-    "verify": "check a plan's peaks against Megatron's own schedule, without a device",
-    "report": "write a plan as one HTML file that opens offline",
-    "trace": "write a plan's step as a trace for Perfetto or chrome://tracing",
-    "compare": "run Megatron's own strategies and ours on this machine, and print the table",
+    "example": ("jobs", "print an example's job description, to begin your own"),
+    "estimate": ("estimate", "compute the profile of a job without a device; times are modelled"),
+    "profile": ("estimate", "measure a job's layers on one device; only communication is modelled"),
+    "plan": ("plan", "find the fastest policy that fits a budget, for a job or a profile"),
+    "show": ("show", "print a plan stage by stage, or a profile"),
+    "explain": ("show", "say what limits each stage, or what a layer's other choices cost"),
+    "pareto": ("pareto", "print the time of the step against the budget"),
+    "verify": ("verify", "check a plan's peaks against Megatron's own schedule, without a device"),
+    "report": ("show", "write a plan as one HTML file that opens offline"),
+    "trace": ("show", "write a plan's step as a trace for Perfetto or chrome://tracing"),
+    "compare": (
+        "compare",
+        "run Megatron's own strategies and ours on this machine, and print the table",
+    ),
 }
-"""Every command and its line in `--help`, in that order. The command is the class `NameCommand` in
-the module of its name."""
+"""Every command, its module and its line in `--help`, in that order. The command is the class
+`NameCommand`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = PROGRAM
     try:
         args = _parsed(sys.argv[1:] if arguments is None else arguments)
-        name = f"{PROGRAM} {args.command.name}"
+        name = f"{PROGRAM} {args.verb}"
         _run(args)
     except AutorecomputeError as error:
         streams.say(f"{name}: {error}")
@@ -63,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parsed(arguments: Sequence[str]) -> Namespace:
     words = list(arguments)
     if words[:1] == ["compare"]:  # which has a parser of its own
-        return Namespace(command=command_of("compare"), flags=words[1:])
+        return Namespace(verb="compare", command=command_of("compare"), flags=words[1:])
     cut = words.index("--") if "--" in words else len(words)
     reader = parser(next((word for word in words[:cut] if word in COMMANDS), None))
     args, unknown = reader.parse_known_args(words[:cut])
@@ -73,7 +76,7 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     args.typed = words
     args.megatron_flags = words[cut + 1 :]
     if args.megatron_flags and not args.command.takes_megatron_flags:
-        reader.error(f"{' '.join(words[cut:])}: {args.command.name} takes nothing after --")
+        reader.error(f"{' '.join(words[cut:])}: {args.verb} takes nothing after --")
     return args
 
 
@@ -101,12 +104,14 @@ def parser(name: str | None) -> ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
-    for each, line in COMMANDS.items():
+    for each, (_, line) in COMMANDS.items():
         if each != name:
             verbs.add_parser(each, help=line)
             continue
         command = command_of(each)
         verb = verbs.add_parser(each, help=line, description=command.description)
+        if command.takes_megatron_flags:
+            verb.description = "Arguments after -- are flags of pretrain_gpt.py."
         command.add_arguments(verb)
         verb.set_defaults(command=command, parser=verb)
     return top
@@ -114,14 +119,14 @@ def parser(name: str | None) -> ArgumentParser:
 
 def command_of(name: str) -> Command:
     """A command by its name."""
-    module = importlib.import_module(f"megatron_autorecompute.cli.{name}")
+    module = importlib.import_module(f"megatron_autorecompute.cli.{COMMANDS[name][0]}")
     command: Command = getattr(module, f"{name.capitalize()}Command")()
     return command
 
 
 def _run(args: Namespace) -> None:
     try:
-        with needed(args.command.name):
+        with needed(args.verb):
             args.command.run(args)
         sys.stdout.flush()  # write errors show here, not when the interpreter ends
     except BrokenPipeError:

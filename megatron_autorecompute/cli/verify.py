@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_autorecompute.cli.command import Command
+from megatron_autorecompute.cli.command import Command, sizes
 from megatron_autorecompute.cli.output import add_json, console, progress_bars, quiet_upstream
-from megatron_autorecompute.cli.values import sizes
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 class VerifyCommand(Command):
     """Runs Megatron's schedule under a plan, on meta tensors."""
 
-    name = "verify"
     reads = ("plan", "measured")
     description = (
         "Ends with exit code 10 if a stage exceeds its budget, or its prediction is over 0.5% off."

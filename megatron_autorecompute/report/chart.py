@@ -1,4 +1,4 @@
-"""Step time over memory as SVG: the axes, the budget's line, points and their names."""
+"""Step time over memory as SVG: axes, the budget, points and their names; and a plan's curve."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from megatron_autorecompute.report.words import size
+from megatron_autorecompute.planner.plan import ManualResult
+from megatron_autorecompute.planner.search.curve import CurvePoint
+from megatron_autorecompute.report.data import Curve
+from megatron_autorecompute.report.terminal import unbeaten
+from megatron_autorecompute.report.words import duration, size
 from megatron_autorecompute.units import GIB, MIB
 
-_DISTANCES = (7, 14, 24, 38, 56, 80)
+_DISTANCES = (7, 14, 24)
+"""Pixels between a point and its name."""
 _SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (-1, -1), (1, 1), (-1, 1))
 
 
@@ -23,16 +28,11 @@ class Box:
     width: float
     height: float
 
-    def overlap(self, other: Box) -> float:
-        """The area that two boxes share."""
+    def overlaps(self, other: Box) -> bool:
+        """Whether two boxes share more than an edge."""
         wide = min(self.x + self.width, other.x + other.width) - max(self.x, other.x)
         high = min(self.y + self.height, other.y + other.height) - max(self.y, other.y)
-        return wide * high if wide > 0 and high > 0 else 0.0
-
-    def nearest(self, x: float, y: float) -> tuple[float, float]:
-        """The nearest of its points to one."""
-        across, up = self.x + self.width, self.y + self.height
-        return min(max(x, self.x), across), min(max(y, self.y), up)
+        return wide > 0 and high > 0
 
     def within(self, other: Box) -> bool:
         """Whether it lies completely in another box."""
@@ -43,27 +43,17 @@ class Box:
             and self.y + self.height <= other.y + other.height
         )
 
-    def moved_into(self, other: Box) -> Box:
-        """This box, moved to the nearest place within another."""
-        x = min(max(self.x, other.x), other.x + other.width - self.width)
-        y = min(max(self.y, other.y), other.y + other.height - self.height)
-        return Box(x, y, self.width, self.height)
-
 
 def beside(
     point: tuple[float, float], extent: tuple[float, float], inside: Box, taken: Sequence[Box]
-) -> Box:
-    """A box of this width and height near a point, on nothing that is taken; where there is no free
-    place, the one that covers least."""
-    candidates = list(_around(point, extent))
-    possible = [box for box in candidates if box.within(inside)]
-    possible = possible or [box.moved_into(inside) for box in candidates]
-    free = (box for box in possible if not any(box.overlap(other) for other in taken))
-    return next(free, None) or min(possible, key=lambda b: sum(b.overlap(o) for o in taken))
+) -> Box | None:
+    """The nearest box of this width and height at a point that is on nothing taken, to the right
+    where several are as near; None if there is none."""
+    possible = (box for box in _around(point, extent) if box.within(inside))
+    return next((b for b in possible if not any(b.overlaps(other) for other in taken)), None)
 
 
 def _around(point: tuple[float, float], extent: tuple[float, float]) -> Iterator[Box]:
-    """Candidate boxes around a point, nearest first: among equally free places the first wins."""
     (x, y), (width, height) = point, extent
     for distance in _DISTANCES:
         for right, down in _SIDES:
@@ -77,8 +67,6 @@ INK, QUIET, GRID = "#1c2024", "#5d666f", "#d9dee3"
 _WIDTH, _HEIGHT = 1180, 330
 _BELOW = FRAME.y + FRAME.height
 _RIGHT = FRAME.x + FRAME.width
-_LEADER = 12
-"""A thin line joins a point and its name if they are at least so many pixels apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,29 +151,11 @@ class Chart:
             taken.append(Box(x - 1, FRAME.y, 2, FRAME.height))
             names = [*names[:1], Name(x, FRAME.y + 10, budget), *names[1:]]
         taken += [Box(name.x - 4, name.y - 4, 8, 8) for name in names]
-        written: list[Box] = []
         for name in names:
-            extent = (6.4 * len(name.text), 13.0)
-            box = beside((name.x, name.y), extent, FRAME, [*taken, *written])
-            x, y = box.nearest(name.x, name.y)
-            leads = math.dist((x, y), (name.x, name.y)) > _LEADER
-            leader = list(_along(name.x, name.y, x, y)) if leads else []
-            if _covers([box], taken) or _covers([box, *leader], written):
-                continue
-            written += [box, *leader]
-            if leads:
-                yield path("leader", f"M{name.x} {name.y}L{x:.1f} {y:.1f}", name.colour)
-            yield text(box.x, box.y + 10, name.text, colour=name.colour, strong=name.strong)
-
-
-def _along(x: float, y: float, end_x: float, end_y: float) -> Iterator[Box]:
-    """Small boxes on a thin line, without its ends."""
-    for share in (i / 20 for i in range(1, 20)):
-        yield Box(x + share * (end_x - x) - 2, y + share * (end_y - y) - 2, 4, 4)
-
-
-def _covers(boxes: Sequence[Box], others: Sequence[Box]) -> bool:
-    return any(box.overlap(other) for box in boxes for other in others)
+            box = beside((name.x, name.y), (6.4 * len(name.text), 13.0), FRAME, taken)
+            if box is not None:
+                taken.append(box)
+                yield text(box.x, box.y + 10, name.text, colour=name.colour, strong=name.strong)
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
@@ -219,3 +189,88 @@ def circle(kind: str, x: float, y: float, radius: float, looks: str, tip: str) -
         f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}" {looks} tabindex="0" '
         f'data-tip="{escape(tip)}" aria-label="{escape(tip)}"/>'
     )
+
+
+_OWN, _OVER = 'fill="#9aa4ad"', 'fill="none" stroke="#9aa4ad"'
+
+
+def named(curve: Curve) -> list[ManualResult]:
+    """The strategies, those first whose names matter most: the best that fits, both ends, and those
+    that no other beats."""
+    if not curve.strategies:
+        return []
+    fitting = [s for s in curve.strategies if s.fits]
+    ends = (
+        min(fitting, key=lambda s: s.step_ms, default=None),
+        min(curve.strategies, key=lambda s: s.step_ms),
+        min(curve.strategies, key=lambda s: s.peak_high_bytes),
+        next((s for s in curve.strategies if s.name == "megatron:selective[core_attn]"), None),
+    )
+    first = [s for s in ends if s is not None]
+    return list(dict.fromkeys([*first, *unbeaten(curve.strategies), *curve.strategies]))
+
+
+def curve_svg(curve: Curve, title: str = "") -> str:
+    """The curve; a page may style its classes otherwise, and show `data-tip` on hover."""
+    ours = [curve.plan] if curve.plan else []
+    peaks: list[ManualResult | CurvePoint] = [*curve.strategies, *ours]
+    chart = Chart.around(
+        [*(p.budget_bytes for p in curve.points), *(p.peak_high_bytes for p in peaks)],
+        [p.step_ms for p in (*curve.points, *peaks)],
+        curve.budget_bytes,
+    )
+    points = sorted(curve.points, key=lambda p: p.budget_bytes)
+    own = [(chart.x(s.peak_high_bytes), chart.y(s.step_ms)) for s in named(curve)]
+    line = [(chart.x(p.budget_bytes), chart.y(p.step_ms)) for p in points]
+    names = [Name(chart.x(p.peak_high_bytes), chart.y(p.step_ms), *_THIS) for p in ours]
+    texts = (s.name.removeprefix("megatron:") for s in named(curve))
+    names += [Name(*place, name) for place, name in zip(own, texts, strict=True)]
+    ends = [*(x for x, _ in line), FRAME.x + FRAME.width][1:]
+    occupied = [Box(x - 4, y - 4, 8, 8) for x, y in [*line, *own]]
+    levels = [Box(x, y - 2, end - x, 4) for (x, y), end in zip(line, ends, strict=True)]
+    return chart.svg(
+        [*_line(points, line), *_strategies(curve, chart)], names, [*occupied, *levels], title
+    )
+
+
+_THIS = ("this plan", INK, True)
+
+
+def _line(points: list[CurvePoint], places: list[tuple[float, float]]) -> Iterator[str]:
+    """The line as steps: a plan is best for all budgets up to the next faster plan's."""
+    if not points:
+        return
+    (left, top), bottom = places[0], FRAME.y + FRAME.height
+    yield (
+        f'<rect class="no-fit" x="{FRAME.x}" y="{FRAME.y}" width="{left - FRAME.x:.1f}" '
+        f'height="{FRAME.height}" fill="#e6e9ec"/>'
+    )
+    if left - FRAME.x > 70:
+        yield text(FRAME.x + 6, bottom - 8, "no policy fits")
+    steps = f"M{left} {top}" + "".join(f"H{x}V{y}" for x, y in places[1:])
+    yield path("line", f"{steps}H{FRAME.x + FRAME.width}", "#0072b2", ' stroke-width="2"')
+    for point, (x, y) in zip(points, places, strict=True):
+        tip = (
+            f"Budget {size(point.budget_bytes)}: {duration(point.step_ms)}\n"
+            f"{_shortened(point.recompute_policy)}"
+        )
+        yield circle("step", x, y, 3, 'fill="#0072b2"', tip)
+
+
+def _strategies(curve: Curve, chart: Chart) -> Iterator[str]:
+    for strategy in named(curve)[::-1]:
+        over = "" if strategy.fits else ": does not fit"
+        tip = (
+            f"{strategy.name}{over}\n{duration(strategy.step_ms)}, {size(strategy.peak_high_bytes)}"
+        )
+        x, y = chart.x(strategy.peak_high_bytes), chart.y(strategy.step_ms)
+        kind, looks = ("manual", _OWN) if strategy.fits else ("over", _OVER)
+        yield circle(kind, x, y, 4, looks, tip)
+    if curve.plan:
+        tip = f"This plan: {duration(curve.plan.step_ms)}, {size(curve.plan.peak_high_bytes)}"
+        x, y = chart.x(curve.plan.peak_high_bytes), chart.y(curve.plan.step_ms)
+        yield circle("ours", x, y, 7, 'fill="#b84a00"', tip)
+
+
+def _shortened(text: str, most: int = 300) -> str:
+    return text if len(text) <= most else text[:most] + " …"

@@ -7,14 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines, pretrain_lines
 from megatron_autorecompute.planner.plan import ManualResult, Plan
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
 from megatron_autorecompute.planner.search.neighbours import Neighbour, neighbours_at
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.policy import WHOLE, LayerPolicy
+from megatron_autorecompute.policy import WHOLE
 from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
@@ -23,24 +22,6 @@ CURVE_POINTS = 24
 
 Progress = Callable[[str, float], None]
 """A function that is told what is being computed, and the share of it that is done (0 to 1)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceEffect:
-    """What another choice at one layer would change, the other layers unchanged."""
-
-    choice: LayerPolicy
-    """The other choice."""
-    step_ms: float
-    """Added time of the step."""
-    stage_busy_ms: float
-    """Added busy time of the layer's stage in a step."""
-    peak_bytes: int
-    """Added bytes of the stage's peak, high end."""
-    fits: bool
-    """Whether the stage then stays within its budget."""
-    is_tie: bool
-    """Whether the profile's errors do not say which of both steps is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +58,7 @@ class ReportData:
     """The plan."""
     timeline: Timeline
     """The step of the plan."""
-    effects: tuple[tuple[ChoiceEffect, ...], ...]
+    others: tuple[tuple[Neighbour, ...], ...]
     """The other choices of each layer."""
     curve: Curve
     """Time against budget, with Megatron's own settings."""
@@ -88,16 +69,6 @@ class ReportData:
     speed: str = ""
     """A sentence on bubble and throughput; empty for none."""
 
-    @property
-    def stage_of(self) -> dict[int, int]:
-        """The stage of every layer."""
-        return {
-            layer: stage
-            for stage, chunks in enumerate(self.plan.layout.stages)
-            for chunk in chunks
-            for layer in chunk.layers
-        }
-
 
 def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> ReportData:
     """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
@@ -105,35 +76,19 @@ def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> Re
     return ReportData(
         plan,
         timeline(plan),
-        _effects(plan, problem, lambda share: progress("Other choices", share)),
+        tuple(_others(plan, problem, lambda share: progress("Other choices", share))),
         _curve(plan, problem, progress),
         tuple(_pastes(plan)),
     )
 
 
-def _effects(
+def _others(
     plan: Plan, problem: Problem, progress: Callable[[float], None]
-) -> tuple[tuple[ChoiceEffect, ...], ...]:
-    stages = {i: s for s, chunks in enumerate(plan.layout.stages) for c in chunks for i in c.layers}
-    now, effects = problem.cost(plan.policy), []
-    layers = neighbours_at(problem, plan.policy, sorted(stages))
-    for (_, stage), others in zip(sorted(stages.items()), layers, strict=True):
-        budget = plan.budget_bytes[stage]
-        effects.append(tuple(_effect(stage, now, other, budget) for other in others))
-        progress(len(effects) / len(stages))
-    return tuple(effects)
-
-
-def _effect(stage: int, now: PolicyCost, other: Neighbour, budget: int) -> ChoiceEffect:
-    was, own = now.stages[stage], other.cost.stages[stage]
-    return ChoiceEffect(
-        other.choice,
-        other.cost.step_ms - now.step_ms,
-        own.busy_ms - was.busy_ms,
-        own.peak_high_bytes - was.peak_high_bytes,
-        own.peak_high_bytes <= budget,
-        other.is_tie,
-    )
+) -> Iterator[tuple[Neighbour, ...]]:
+    layers = range(len(plan.policy.layers))
+    for layer, found in enumerate(neighbours_at(problem, plan.policy, layers), start=1):
+        yield tuple(found)
+        progress(layer / len(layers))
 
 
 def _curve(plan: Plan, problem: Problem, progress: Progress) -> Curve:
@@ -144,17 +99,15 @@ def _curve(plan: Plan, problem: Problem, progress: Progress) -> Curve:
         max(plan.budget_bytes), plan.cost.step_ms, plan.cost.peak_high_bytes, plan.policy.format()
     )
     known = [here] if len(set(plan.budget_bytes)) == 1 else []
-    points = best_points(
-        problem, unbeaten(strategies), known, lambda share: progress("Curve", share)
-    )
+    points = best_points(problem, strategies, lambda share: progress("Curve", share), known)
     return Curve(plan.profile.model.name, points, strategies, min(plan.budget_bytes), here)
 
 
 def best_points(
     problem: Problem,
     strategies: Iterable[ManualResult],
-    known: Iterable[CurvePoint],
     progress: Callable[[float], None],
+    known: Iterable[CurvePoint] = (),
     num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
     """The best policies for some budgets, largest first: for evenly spaced ones, and for what a
@@ -164,12 +117,13 @@ def best_points(
     points = {own.budget_bytes: own for own in (*even, *known)}
     faster = [
         strategy.peak_high_bytes
-        for strategy in strategies
+        for strategy in unbeaten(strategies)
         if strategy.peak_high_bytes >= even[-1].budget_bytes
         and strategy.step_ms < _fastest_within(points.values(), strategy.peak_high_bytes)
     ]
-    more = pareto(problem, 1, lambda share: progress(0.8 + 0.2 * share), faster)
-    points = {own.budget_bytes: own for own in more} | points
+    if faster:
+        more = pareto(problem, 1, lambda share: progress(0.8 + 0.2 * share), faster)
+        points = {own.budget_bytes: own for own in more} | points
     return tuple(_never_slower(sorted(points.values(), key=lambda point: point.budget_bytes)))
 
 

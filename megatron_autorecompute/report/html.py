@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.copies import Copy, StepCopies
-from megatron_autorecompute.report.curve import curve_svg
+from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import ReportData
-from megatron_autorecompute.report.recorded_html import recorded_data, recorded_tables
-from megatron_autorecompute.report.strip import STYLE, strip_svg
+from megatron_autorecompute.report.recorded import Difference, RecordedStep
+from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
-from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
+from megatron_autorecompute.report.timeline import Copy, StageTimeline, StepCopies, UnitCost
 from megatron_autorecompute.report.words import binds, came_from, duration, percent, proof, size
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -53,8 +54,7 @@ def html(data: ReportData) -> str:
         memory_parts=_PARTS,
         share=lambda part, whole: f"{100 * part / whole:.2f}%",
         recorded=recorded_tables(data.recorded),
-        strip_style=STYLE,
-        strip=strip_svg(plan, interactive=True),
+        strip=strip_svg(plan),
         curve=curve_svg(data.curve),
         proof=proof(plan),
         evidence=_evidence(plan),
@@ -86,7 +86,6 @@ def page_data(data: ReportData) -> dict[str, Any]:
     """The data that the page's script draws."""
     plan = data.plan
     tightest = tightest_stage(plan)
-    stage_of = data.stage_of
     return {
         "step": data.timeline.step_ms,
         "tightest": tightest,
@@ -95,20 +94,10 @@ def page_data(data: ReportData) -> dict[str, Any]:
         "layers": [
             {
                 "choice": plan.recompute_policy[layer],
-                "stage": stage_of[layer],
-                "others": [
-                    {
-                        "choice": str(other.choice),
-                        "step": other.step_ms,
-                        "busy": other.stage_busy_ms,
-                        "bytes": other.peak_bytes,
-                        "fits": other.fits,
-                        "tie": other.is_tie,
-                    }
-                    for other in effects
-                ],
+                "stage": plan.layout.stage_of(layer),
+                "others": list(map(asdict, others)),
             }
-            for layer, effects in enumerate(data.effects)
+            for layer, others in enumerate(data.others)
         ],
     }
 
@@ -317,3 +306,45 @@ def _records(plan: Plan) -> list[tuple[str, ...]]:
         for kind in plan.profile.kinds
         for record in kind.choices
     ]
+
+
+MOST_ROWS = 8
+"""Rows of a table; of more differences the largest are shown."""
+LEAST_BYTES = 1 << 16
+"""Smaller differences are left out: torch rounds every tensor."""
+
+
+def recorded_data(step: RecordedStep | None) -> dict[str, Any] | None:
+    """What the page's script draws: the points as differences, which compress well."""
+    if step is None:
+        return None
+    return {
+        "stage": step.stage,
+        "at": [round(gap, 6) or 0 for gap in np.diff(step.at_ms, prepend=0.0).tolist()],
+        "bytes": np.diff(step.level_bytes, prepend=0).tolist(),
+    }
+
+
+def recorded_tables(step: RecordedStep | None) -> list[dict[str, Any]]:
+    """The tables of the page; none without a recorded step."""
+    if step is None:
+        return []
+    tables = [_table("the step's parts", "At their fullest moments", step.moments)]
+    if step.layers:
+        what = "Allocated in the forward and kept, output included and input not"
+        tables.append(_table("layers", f"{what}; median of the microbatches", step.layers))
+    return tables
+
+
+def _table(what: str, about: str, differences: Sequence[Difference]) -> dict[str, Any]:
+    shown = [one for one in differences if abs(one.more_bytes) >= LEAST_BYTES]
+    largest = sorted(shown, key=lambda one: -abs(one.more_bytes))[:MOST_ROWS]
+    rest = len(differences) - len(largest)
+    left_out = f"; {rest} with smaller differences, or none, are left out" if rest else ""
+    return {"what": what, "about": about + left_out, "rows": list(map(_row, largest))}
+
+
+def _row(one: Difference) -> tuple[str, ...]:
+    sign = "+" if one.more_bytes >= 0 else "\N{MINUS SIGN}"
+    more = sign + size(abs(one.more_bytes))
+    return one.what, size(one.predicted_bytes), size(one.recorded_bytes), more

@@ -16,7 +16,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import ChoiceRecord
 from megatron_autorecompute.report.drawn import DPI, Image, drawn, pixels
 from megatron_autorecompute.report.strip import strip_svg
-from megatron_autorecompute.report.timeline import StageTimeline, event_peaks, timeline
+from megatron_autorecompute.report.timeline import StageTimeline, timeline
 from megatron_autorecompute.report.words import duration, size
 from megatron_autorecompute.units import GIB, MIB
 
@@ -59,7 +59,7 @@ def memory_image(plan: Plan, measured_bytes: Sequence[int] | None) -> Image:
 
 def _lane(axes: Axes, stage: StageTimeline, measured_bytes: int | None) -> None:
     unit, name = (GIB, "GiB") if stage.budget_bytes >= GIB else (MIB, "MiB")
-    peaks = event_peaks(stage) / unit
+    peaks = stage.peak_bytes / unit
     times = np.append(stage.start_ms, stage.end_ms[-1])
     low = min(stage.static_bytes / unit, float(peaks.min()))
     label = "predicted, the most in each forward and backward"

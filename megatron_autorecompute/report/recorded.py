@@ -28,7 +28,6 @@ from megatron_autorecompute.report.timeline import (
     StageTimeline,
     Timeline,
     UnitCost,
-    event_peaks,
     timeline,
 )
 
@@ -280,7 +279,7 @@ def _curve(
 def _moments(
     history: History, stage: StageTimeline, pieces: Sequence[_Piece], optimizer: _Run | None
 ) -> Iterator[Difference]:
-    level, peaks = history.level_bytes, event_peaks(stage)
+    level, peaks = history.level_bytes, stage.peak_bytes
     for piece in pieces:
         recorded = int(level[piece.run.begin : piece.run.end].max())
         predicted = int(peaks[piece.first : piece.last + 1].max())
@@ -425,7 +424,7 @@ def _by_shape(step: Timeline, history: History, number: int) -> RecordedStep:
     at_ms, level = _curve(history, begin, count, marks)
     stage = step.stages[number]
     optimizer_bytes = stage.static_bytes + stage.optimizer_step_peak_bytes
-    predicted = max(int(event_peaks(stage).max()), optimizer_bytes)
+    predicted = max(int(stage.peak_bytes.max()), optimizer_bytes)
     whole = Difference("the whole step", predicted, int(level.max()))
     return RecordedStep(number, history.source, found, at_ms, level, (whole,), (), "")
 

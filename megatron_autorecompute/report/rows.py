@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
@@ -26,6 +26,8 @@ class Column:
     """Texts begin at the left; numbers end at the right."""
     folded: bool = False
     """Texts that are too long for the terminal go on in the next line. At most one column."""
+    optional: bool = False
+    """The column is left out if none of its rows has a text."""
 
     @property
     def spoken(self) -> str:
@@ -46,10 +48,17 @@ class Rows:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        if self.least_width() <= options.max_width:
-            yield self._table()
+        shown = [
+            number
+            for number, column in enumerate(self.columns)
+            if not column.optional or any(row[number] for row in self.cells)
+        ]
+        cells = [[row[number] for number in shown] for row in self.cells]
+        own = replace(self, columns=[self.columns[number] for number in shown], cells=cells)
+        if own.least_width() <= options.max_width:
+            yield own._table()
         else:
-            yield from self._blocks()
+            yield from own._blocks()
 
     def least_width(self) -> int:
         """Columns of a terminal that the table needs."""

@@ -8,7 +8,7 @@ from html import escape
 
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.report.terminal import legend
 from megatron_autorecompute.report.words import choice_colours, ink_on, without_group
 
@@ -23,6 +23,8 @@ STYLE = """
   .strip .name { fill: #ddd } .strip .few { fill: #aaa } .strip .group { stroke: #ddd }
 }
 """
+Looks = dict[LayerPolicy, str]
+"""What every choice looks like: its colour, or its letter."""
 INK, QUIET = "#333333", "#666666"
 
 
@@ -39,25 +41,21 @@ class _Place:
     """`E` for the embedding, `L` for the head; else empty."""
 
 
-def strip_svg(plan: Plan, *, interactive: bool = False) -> str:
-    """The whole policy with its legend, as a self-contained SVG.
-
-    interactive: for a page that shows more about a cell than its title.
-    """
-    parts, y, right = [], 0, 420
+def strip_svg(plan: Plan) -> str:
+    """The whole policy with its legend, as a self-contained SVG."""
+    colours, letters, parts, y, right = choice_colours(plan), legend(plan.policy), [], 0, 420
     for stage, chunks in enumerate(plan.layout.stages):
         places = list(_placed(chunks, y))
         parts.append(_name(0, y + BETWEEN + 14, f"stage {stage}"))
-        parts += _cells(plan, places, chunks, interactive)
+        parts += _cells(plan, places, chunks, colours, letters)
         right = max([right, *(place.x + CELL for place in places)])
         y = max([y, *(place.y for place in places)]) + ROW + 2
-    below = list(_legend(plan, y + BETWEEN))
+    below = list(_legend(plan, y + BETWEEN, colours, letters))
     height = y + BETWEEN + 22 * len(below)
-    style = "" if interactive else f"<style>{STYLE}</style>"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="strip" viewBox="0 0 {right + 2} {height}"'
         f' width="{right + 2}" height="{height}" font-family="system-ui, sans-serif" role="group" '
-        f'aria-label="What every layer recomputes">{style}\n'
+        f'aria-label="What every layer recomputes"><style>{STYLE}</style>\n'
         + "\n".join([*parts, *below])
         + "\n</svg>\n"
     )
@@ -91,10 +89,9 @@ def _placed(chunks: tuple[Chunk, ...], top: int) -> Iterator[_Place]:
 
 
 def _cells(
-    plan: Plan, places: list[_Place], chunks: tuple[Chunk, ...], interactive: bool
+    plan: Plan, places: list[_Place], chunks: tuple[Chunk, ...], colours: Looks, letters: Looks
 ) -> Iterator[str]:
-    colours, letters, policy = choice_colours(plan), legend(plan.policy), plan.policy
-    begun = -1
+    policy, begun = plan.policy, -1
     for place in places:
         middle = place.x + CELL // 2
         if place.layer is None:
@@ -113,14 +110,10 @@ def _cells(
             )
         choice = policy.layers[place.layer]
         name = escape(f"layer {place.layer}: {choice}")
-        about = (
-            f'data-layer="{place.layer}" tabindex="-1" role="button" aria-label="{name}">'
-            if interactive
-            else f"><title>{name}</title>"
-        )
         yield (
-            f'<g class="cell" {about}<rect x="{place.x}" y="{place.y}" width="{CELL - 1}" '
-            f'height="{ROW}" fill="{colours[choice]}"/>'
+            f'<g class="cell" data-layer="{place.layer}"><title>{name}</title>'
+            f'<rect x="{place.x}" y="{place.y}" width="{CELL - 1}" height="{ROW}" '
+            f'fill="{colours[choice]}"/>'
             f"{_letter(middle, place.y + 14, letters[choice], ink_on(colours[choice]))}</g>"
         )
     at = {place.layer: place for place in places if place.layer is not None}
@@ -142,8 +135,7 @@ def groups(policy: RecomputePolicy, chunks: tuple[Chunk, ...]) -> Iterator[tuple
                 yield from (layers[i : i + size] for i in range(0, len(layers), size))
 
 
-def _legend(plan: Plan, top: int) -> Iterator[str]:
-    colours, letters = choice_colours(plan), legend(plan.policy)
+def _legend(plan: Plan, top: int, colours: Looks, letters: Looks) -> Iterator[str]:
     named = {letters[choice]: choice for choice in letters if choice.group == 1}
     if any(choice.granularity == "full" for choice in letters):
         named.setdefault("F", next(c for c in letters if c.granularity == "full"))

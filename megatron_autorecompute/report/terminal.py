@@ -6,14 +6,15 @@ import shlex
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megatron_autorecompute.planner.cost.layout import Chunk
-from megatron_autorecompute.planner.cost.policy_cost import StageCost
+from megatron_autorecompute.planner.cost.peak_memory import stage_base
+from megatron_autorecompute.planner.cost.policy_cost import StageCost, evaluate
 from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import ManualResult, Plan
 from megatron_autorecompute.planner.search.curve import CurvePoint
@@ -21,7 +22,6 @@ from megatron_autorecompute.planner.search.neighbours import Neighbour
 from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
-from megatron_autorecompute.report.layer_sums import LayerSums, sums_of_layers
 from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.report.words import binds, proof
 from megatron_autorecompute.units import GIB, Unit, unit_for
@@ -52,6 +52,7 @@ PEAK_COLUMNS = (
     Column("tran-\nsient", "transient"),
     Column("emb+\nhead", "embedding and head"),
     Column("over-\nhead", "overhead"),
+    Column("CUDA\ngraphs", name="more by CUDA graphs", optional=True),
 )
 
 
@@ -315,14 +316,8 @@ def stages_explained(plan: Plan) -> RenderableType:
     """The binding moment of each stage, and the parts of its peak."""
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
     graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
-    columns = (
-        *PEAK_COLUMNS,
-        *([Column("CUDA\ngraphs", name="more by CUDA graphs")] if graphs else []),
-        Column(f"peak\n{unit.name}"),
-    )
-    rows = [
-        (str(cost.stage), *map(unit.text, _parts(cost, graphs=graphs))) for cost in plan.cost.stages
-    ]
+    columns = (*PEAK_COLUMNS, Column(f"peak\n{unit.name}"))
+    rows = [_parts(cost, unit, graphs) for cost in plan.cost.stages]
     parts: list[RenderableType] = [Rows(columns, rows)]
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
@@ -352,28 +347,25 @@ def _range(cost: StageCost, unit: Unit) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _parts(cost: StageCost, *, graphs: bool) -> tuple[int, ...]:
-    """Bytes of the parts of a stage's peak, and of the peak, in the order of the columns."""
+def _parts(cost: StageCost, unit: Unit, graphs: bool) -> tuple[str, ...]:
+    """The stage, the parts of its peak, and the peak, in the order of the columns."""
     split = cost.peak.breakdown
     return (
-        split.static_bytes,
-        split.in_flight_bytes,
-        split.running_bytes,
-        split.transient_bytes,
-        split.embedding_head_bytes,
-        split.overhead_bytes,
-        *([split.graph_bytes] if graphs else []),
-        split.total_bytes,
+        str(cost.stage),
+        unit.text(split.static_bytes),
+        unit.text(split.in_flight_bytes),
+        unit.text(split.running_bytes),
+        unit.text(split.transient_bytes),
+        unit.text(split.embedding_head_bytes),
+        unit.text(split.overhead_bytes),
+        unit.text(split.graph_bytes) if graphs else "",
+        unit.text(split.total_bytes),
     )
 
 
-def neighbours_view(
-    plan: Plan, layer: int, stage: int, found: Iterable[Neighbour]
-) -> RenderableType:
+def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> RenderableType:
     """One row per other choice of a layer."""
-    rows = neighbour_rows(plan, stage, found)
-    ties = any(row["tie"] for row in rows)
-    chosen = plan.policy.layers[layer]
+    stage = plan.layout.stage_of(layer)
     unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
     columns = (
         Column("instead", folded=True),
@@ -381,43 +373,23 @@ def neighbours_view(
         Column("stage ms"),
         Column(f"peak {unit.name}"),
         Column("fits"),
-        *([Column("tie", name="neither step is surely the shorter one")] if ties else []),
+        Column("tie", name="neither step is surely the shorter one", optional=True),
     )
     cells = [
         (
-            str(row["choice"]),
-            f"{row['step_ms']:+.3f}",
-            f"{row['stage_busy_ms']:+.3f}",
-            unit.change(float(row["peak_bytes"])),
-            "yes" if row["fits"] else "no",
-            *(["=" if row["tie"] else ""] if ties else []),
+            other.choice,
+            f"{other.step_ms:+.3f}",
+            f"{other.stage_busy_ms:+.3f}",
+            unit.change(other.peak_bytes),
+            "yes" if other.fits else "no",
+            "=" * other.tie,
         )
-        for row in rows
-    ]
-    evidence = plan.evidence[stage]
-    title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
-    return Group(
-        Text(title), Rows(columns, cells), Text(f"The stage is bound by {evidence.binding}.")
-    )
-
-
-def neighbour_rows(
-    plan: Plan, stage: int, found: Iterable[Neighbour]
-) -> list[dict[str, str | float | bool]]:
-    """What each choice changes: step_ms, stage_busy_ms, peak_bytes (high end); whether it fits, and
-    whether the errors of the profile hide what it changes of the step."""
-    now = plan.cost.stages[stage]
-    return [
-        {
-            "choice": str(other.choice),
-            "step_ms": other.cost.step_ms - plan.cost.step_ms,
-            "stage_busy_ms": other.cost.stages[stage].busy_ms - now.busy_ms,
-            "peak_bytes": other.cost.stages[stage].peak_high_bytes - now.peak_high_bytes,
-            "fits": other.cost.stages[stage].peak_high_bytes <= plan.budget_bytes[stage],
-            "tie": other.is_tie,
-        }
         for other in found
     ]
+    chosen = plan.policy.layers[layer]
+    title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
+    bound = f"The stage is bound by {plan.evidence[stage].binding}."
+    return Group(Text(title), Rows(columns, cells), Text(bound))
 
 
 def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> RenderableType:
@@ -484,3 +456,45 @@ def shortened(policy: str) -> str:
     if rest := counts.total() - sum(number for _, number in most):
         words.append(f"{rest} others")
     return ", ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSums:
+    """One stage of a step, added up from the records of its layers, embedding and head.
+
+    The stage's residuals are left out: they are what a measured step showed above these sums.
+    """
+
+    forward_ms: float
+    """All microbatches and chunks."""
+    backward_ms: float
+    """The backward's time, recompute included."""
+    peak_bytes: int
+    """Static bytes included."""
+
+
+def sums_of_layers(plan: Plan) -> tuple[LayerSums, ...] | None:
+    """The sums of every stage in the profile's `measured_step`, under the policy that ran in it.
+
+    None if there is no such step, or if a stage of the plan has other layers than in that step.
+    """
+    profile, layout, step = plan.profile, plan.layout, plan.profile.measured_step
+    stages = range(layout.num_stages)
+    if step is None or not all(stage_base(profile, layout, stage).measured for stage in stages):
+        return None
+    bare = tuple(replace(record, residual_bytes=0, residual_ms=0.0) for record in profile.stages)
+    cost = evaluate(
+        replace(profile, stages=bare),
+        layout,
+        replace(plan.schedule, num_microbatches=step.num_microbatches),
+        RecomputePolicy.parse(step.recompute_policy, num_layers=profile.num_layers),
+        percentile=plan.imbalance_percentile,
+    )
+    return tuple(
+        LayerSums(
+            sum(stage.forward_ms) * step.num_microbatches,
+            sum(stage.backward_ms) * step.num_microbatches,
+            stage.peak.bytes,
+        )
+        for stage in cost.stages
+    )

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
+from megatron_autorecompute.planner.cost.copies import Copied, Ran, StageBytes
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.offloaded_step import OffloadedStep
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment as PlannedMoment
@@ -35,7 +36,8 @@ from megatron_autorecompute.planner.cost.unit_costs import (
     fastest_choice,
 )
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.copies import StepCopies, step_copies
+from megatron_autorecompute.policy import WHOLE_LAYER
+from megatron_autorecompute.profile import OffloadGroup
 
 Bytes = NDArray[np.int64]
 Numbers = NDArray[np.intp]
@@ -85,6 +87,35 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """What one module of one layer saved, for one microbatch, on its way."""
+
+    name: str
+    """`core_attn of layer 7`; a whole layer is `layer 7`."""
+    to_host: bool
+    chunk: int
+    microbatch: int
+    begin_ms: float
+    """When the copy begins, in ms since the step began."""
+    end_ms: float
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCopies:
+    """The copies of one stage. Sequences have one entry for each of its events, in order."""
+
+    copies: tuple[Copy, ...]
+    """The copies, in the order in which they were asked for."""
+    waits: tuple[tuple[tuple[float, float], ...], ...]
+    """For each event: ms that it computes before it waits for a copy, and ms that it waits."""
+    unit_bytes: tuple[Bytes, ...]
+    """For each event: the most bytes that copies add to those of records while each unit runs."""
+    after_bytes: Bytes
+    """For each event: the bytes that copies add from its end to the next event."""
+
+
+@dataclass(frozen=True, slots=True)
 class StageTimeline:
     """One stage's step. Arrays have one entry for each event, in order."""
 
@@ -114,6 +145,8 @@ class StageTimeline:
     overhead_bytes: Bytes
     """Boundary tensors, what the measured job itself kept, the measured residual, and what CUDA
     graphs take besides."""
+    peak_bytes: Bytes
+    """The most bytes alive, all of these included."""
     static_bytes: int
     """Parameters, gradients, optimizer state, buffers."""
     optimizer_step_peak_bytes: int
@@ -189,29 +222,6 @@ def timeline(plan: Plan) -> Timeline:
     return Timeline(stages, step_ms, plan.schedule.num_microbatches)
 
 
-def event_peaks(stage: StageTimeline) -> Bytes:
-    """The most bytes alive in every event of a stage."""
-    reach = np.zeros((2, len(stage.units)), np.int64)
-    for chunk, units in enumerate(stage.units):
-        held = np.cumsum([unit.held_bytes for unit in units])
-        for side in (0, 1):
-            transient = [
-                (unit.forward_transient_bytes, unit.backward_transient_bytes)[side]
-                for unit in units
-            ]
-            reach[side, chunk] = (held + transient).max() if units else 0
-    below = stage.static_bytes + stage.in_flight_bytes + stage.outside_bytes + stage.overhead_bytes
-    peaks: Bytes = below + reach[stage.backward.astype(np.intp), stage.chunk]
-    if stage.copies is None:
-        return peaks
-    every = [range(len(stage.units[chunk])) for chunk in stage.chunk]
-    highest = [
-        max((stage.bytes_at(event, unit).total_bytes for unit in units), default=peaks[event])
-        for event, units in enumerate(every)
-    ]
-    return np.array(highest, np.int64)
-
-
 def _with_copies(plan: Plan, stage: int, step: OffloadedStep) -> StageTimeline:
     ran = step.stages[stage].ran
     start_ms, end_ms = (
@@ -240,20 +250,19 @@ def _stage(
         [c.reach_bytes(direction, base.boundary_bytes) for c in columns]
         for direction in ("forward", "backward")
     ]
-    highest = np.array([[units.max() for units in chunks] for chunks in reach], np.int64)
-    running = highest[backward.astype(np.intp), chunk]
+    running = [reach[own][of] for own, of in zip(backward.astype(int), chunk, strict=True)]
     beside = _beside(columns, moments, base)
-    other = np.where(beside > 0, beside - running, 0)
+    other = np.where(beside > 0, beside - _highest(running), 0)
     other += np.array([early_bytes(base, columns, moment) for moment in moments], np.int64)
-    copied = _copied(reach, moments, copies) - running if copies else 0
-    peaks = constant + in_flight @ held + running + other + copied
+    if copies:
+        running = [own + copied for own, copied in zip(running, copies.unit_bytes, strict=True)]
+    peaks = constant + in_flight @ held + other + _highest(running)
     binding = None
     if peaks.max() > base.static.total_bytes + base.optimizer_step_peak_bytes:
         event = int(peaks.argmax())
-        fullest = reach[int(backward[event])][chunk[event]]
-        fullest = fullest + copies.unit_bytes[event] if copies else fullest
-        binding = Moment(event, int(fullest.argmax()))
+        binding = Moment(event, int(running[event].argmax()))
     cost = plan.cost.stages[stage]
+    apart = cost.peak.breakdown.graph_bytes - base.apart_bytes
     taken = np.where(backward, np.array(cost.backward_ms)[chunk], np.array(cost.forward_ms)[chunk])
     ahead = np.where(backward, np.array(cost.ahead_ms or (0.0,) * len(chunks))[chunk], 0.0)
     return StageTimeline(
@@ -268,10 +277,8 @@ def _stage(
         ahead_ms=ahead,
         in_flight_bytes=in_flight @ (held - outside) + other,
         outside_bytes=in_flight @ outside,
-        overhead_bytes=constant
-        + cost.peak.breakdown.graph_bytes
-        - base.apart_bytes
-        - base.static.total_bytes,
+        overhead_bytes=constant + apart - base.static.total_bytes,
+        peak_bytes=peaks + apart,
         static_bytes=base.static.total_bytes,
         optimizer_step_peak_bytes=base.optimizer_step_peak_bytes,
         binding=binding,
@@ -279,13 +286,8 @@ def _stage(
     )
 
 
-def _copied(
-    reach: Sequence[Sequence[Bytes]], moments: Sequence[PlannedMoment], copies: StepCopies
-) -> Bytes:
-    """The highest bytes of what runs in each event, with its copies."""
-    of_units = [reach[moment.direction == "backward"][moment.chunk] for moment in moments]
-    both = zip(of_units, copies.unit_bytes, strict=True)
-    return np.array([(own + beside).max() for own, beside in both], np.int64)
+def _highest(units: Sequence[Bytes]) -> Bytes:
+    return np.array([own.max() for own in units], np.int64)
 
 
 def _beside(
@@ -327,3 +329,44 @@ def _recompute_ps(table: CostTable, chunk: Chunk, unit: Unit) -> int:
     plain = (table.layer_in(chunk, i, fastest_choice(table, i)) for i in unit.layers)
     without = sum(layer.backward_ps for layer in plain) if unit.layers else unit.backward_ps
     return max(0, unit.backward_ps - without)
+
+
+def step_copies(step: OffloadedStep, stage: int, moments: Sequence[PlannedMoment]) -> StepCopies:
+    """The copies of one stage in a replayed step. Its events are `moments`."""
+    replayed, chunks = step.stages[stage], step.units[stage]
+    groups = [
+        [(unit, group) for unit in units for group in unit.offload_groups] for units in chunks
+    ]
+    beside, ran = step.bytes_of(stage), replayed.ran
+    return StepCopies(
+        tuple(_copy(one, *groups[one.chunk][one.group]) for one in replayed.copied),
+        tuple(tuple((at / PS_PER_MS, wait / PS_PER_MS) for at, wait in own.waits) for own in ran),
+        tuple(_unit_bytes(beside, number, moment) for number, moment in enumerate(moments)),
+        _after_bytes(beside, ran),
+    )
+
+
+def _copy(one: Copied, unit: Unit, group: OffloadGroup) -> Copy:
+    whole = group.name == WHOLE_LAYER
+    return Copy(
+        unit.name if whole else f"{group.name} of {unit.name}",
+        one.to_host,
+        one.chunk,
+        one.microbatch,
+        one.begin_ps / PS_PER_MS,
+        one.end_ps / PS_PER_MS,
+        group.host_bytes,
+    )
+
+
+def _unit_bytes(beside: StageBytes, number: int, moment: PlannedMoment) -> Bytes:
+    if moment.beside is not None:
+        return np.full(len(beside.chunks[moment.chunk]), beside.during(number))
+    return beside.by_unit(number, moment.chunk, backward=moment.direction == "backward")
+
+
+def _after_bytes(beside: StageBytes, ran: Sequence[Ran]) -> Bytes:
+    ends = [own.end_ps for own in ran]
+    begins = [own.begin_ps for own in ran[1:]] + ends[-1:]
+    found = [beside.most(end, begin) for end, begin in zip(ends, begins, strict=True)]
+    return np.array(found, np.int64)

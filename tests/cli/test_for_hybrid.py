@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_autorecompute.cli.for_hybrid import for_hybrid
+from megatron_autorecompute.cli.show import for_hybrid
 from megatron_autorecompute.policy import RecomputePolicy
 
 pytestmark = pytest.mark.any_version

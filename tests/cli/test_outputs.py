@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.cli import main
+from megatron_autorecompute.cli.command import file, picture
 from megatron_autorecompute.cli.program import COMMANDS, command_of
-from megatron_autorecompute.cli.values import file, picture
 
 ROOT = Path(__file__).parents[2]
 PROFILE = ROOT / "examples" / "profiles" / "gpt-760m-48l.json"

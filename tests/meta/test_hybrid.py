@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_autorecompute.cli.for_hybrid import for_hybrid, pattern_of_plan
+from megatron_autorecompute.cli.show import for_hybrid, pattern_of_plan
 from megatron_autorecompute.compat import layer_modules, model_layers, rules
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta import model, recipe, stage_runs, without_cuda

@@ -389,7 +389,8 @@ def test_a_hopper_has_fp8_but_no_mxfp8():
 
 def test_default_reserve_is_2_gib_and_a_twentieth():
     gpu = device("h100-80gb")
-    assert estimate.reserve_bytes(gpu, None, job()) == round(2 * GIB + 0.05 * gpu.memory_bytes)
+    kept_back = round(2 * GIB + 0.05 * gpu.memory_bytes)
+    assert estimate.default_budget_bytes(gpu, None, job()) == gpu.memory_bytes - kept_back
     assert estimate.default_budget_bytes(gpu, 9.1, job()) == gpu.memory_bytes - round(9.1 * GIB)
 
 
@@ -416,7 +417,7 @@ def test_an_all_to_all_of_experts_is_kept_back_as_it_was_measured():
     # Megatron-LM pull request 6429: 64 H100s.
     assert outside_gb(64, 16, "alltoall") == pytest.approx(6403 * 2**20 / 1e9)
     assert outside_gb(64, 1, "alltoall") == 2 * GIB / 1e9
-    assert "the experts' all-to-all" in estimate.kept_back(gpu, None, moe_job(64, 8, "alltoall"))
+    assert "the experts' all-to-all" in estimate.budget_words(gpu, None, moe_job(64, 8, "alltoall"))
 
 
 def test_buffers_of_deepep_and_hybridep_have_the_sizes_of_their_sources():

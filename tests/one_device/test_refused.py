@@ -42,7 +42,7 @@ def test_a_job_that_the_device_cannot_run_is_no_other_job(changed, code, said, t
     [
         (["--device", "cuda"], 7, "torch finds no CUDA device"),
         (["--device", "cpu"], 9, "add --gpu NAME"),
-        (["--device", "cpu", "--gpu", "h100", "--sensitivity"], 9, "--sensitivity has no effect"),
+        (["--device", "cpu", "--gpu", "h100", "--sensitivity"], 2, "arguments: --sensitivity"),
         ([], 2, "the following arguments are required: --device"),
     ],
 )

@@ -16,7 +16,7 @@ from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostTimes
-from megatron_autorecompute.report.timeline import event_peaks, timeline
+from megatron_autorecompute.report.timeline import timeline
 from tests.planner.random_profiles import drawn
 from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
 
@@ -197,4 +197,4 @@ def test_a_plan_file_keeps_what_begins_early(tmp_path):
     step = timeline(read)
     assert step.step_ms == pytest.approx(plan.cost.step_ms)
     for drawn_stage, cost in zip(step.stages, plan.cost.stages, strict=True):
-        assert event_peaks(drawn_stage).max() == cost.peak.bytes
+        assert drawn_stage.peak_bytes.max() == cost.peak.bytes

@@ -27,4 +27,4 @@ def test_a_neighbour_whose_step_differs_by_less_than_errors_is_a_tie(
     (full,) = neighbours(problem, RecomputePolicy((NONE,) * 4), 2)
     error_ms = 1.4826 * math.hypot(none_spread_ms, full_spread_ms)
     assume(abs(more_ms - 1.6449 * error_ms) > 1e-3)
-    assert full.is_tie == (more_ms < 1.6449 * error_ms)
+    assert full.tie == (more_ms < 1.6449 * error_ms)

@@ -14,8 +14,7 @@ import pytest
 import megatron_autorecompute
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.report.layer_sums import sums_of_layers
-from megatron_autorecompute.report.terminal import strip
+from megatron_autorecompute.report.terminal import strip, sums_of_layers
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from tests.pretrain.jobs import (
     FOUR_RANKS,

@@ -22,6 +22,7 @@ from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 EXAMPLES = Path(__file__).parents[2] / "examples" / "profiles"
 
 
+@functools.cache
 def random_plan(seed):
     """A plan of a small random model; where its budget is too small, under any budget."""
     profile, layout, schedule, budget = drawn(seed)
@@ -29,6 +30,7 @@ def random_plan(seed):
     return make_plan(problem.at(budget if try_solve(problem.at(budget)) else 1 << 40))
 
 
+@functools.cache
 def early_plan():
     """Of four stages, some of which begin recompute early."""
     profile = uniform_profile(8, NONE, FULL, boundary_bytes=4)
@@ -37,6 +39,7 @@ def early_plan():
     return make_plan(replace(problem.at(tight), allowed=("ahead",)))
 
 
+@functools.cache
 def copying_plan(seed):
     """Of two stages, on one or two chunks each, that offload at random over a slow link."""
     rng = random.Random(seed)

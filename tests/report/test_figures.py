@@ -12,7 +12,7 @@ from megatron_autorecompute.compare.comparison import Comparison, Shape, Strateg
 from megatron_autorecompute.compare.rendering import picture
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint
-from megatron_autorecompute.report.curve import curve_svg
+from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import Curve
 from megatron_autorecompute.report.drawn import drawn, save_picture
 from megatron_autorecompute.units import GIB, MIB

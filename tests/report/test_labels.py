@@ -30,15 +30,15 @@ def test_names_overlap_neither_each_other_nor_points_nor_what_is_kept_free(seed)
     boxes = placed(points, (rng.uniform(30, 120), 12), INSIDE, [line])
     assert all(box.within(INSIDE) for box in boxes)
     for first, second in itertools.combinations([*boxes, line], 2):
-        assert first.overlap(second) == 0
+        assert not first.overlaps(second)
     for box, point in itertools.product(boxes, points):
-        assert box.overlap(mark(point)) == 0
+        assert not box.overlaps(mark(point))
 
 
 def test_of_free_places_the_nearest_to_the_right_is_taken():
     assert beside((100, 100), (50, 10), INSIDE, []) == Box(107, 95, 50, 10)
 
 
-def test_where_there_is_no_room_a_name_still_stands_inside():
-    boxes = placed([(20, 10)] * 9, (30, 12), Box(0, 0, 40, 20))
-    assert all(box.within(Box(0, 0, 40, 20)) for box in boxes)
+def test_where_there_is_no_room_there_is_no_place():
+    assert beside((20, 10), (30, 12), Box(0, 0, 40, 20), []) is None
+    assert beside((100, 100), (50, 10), INSIDE, [INSIDE]) is None

@@ -20,8 +20,7 @@ from megatron_autorecompute.profile import (
     StageRecord,
     StaticBytes,
 )
-from megatron_autorecompute.report.layer_sums import sums_of_layers
-from megatron_autorecompute.report.terminal import MOST_RANKS, measured_step_view
+from megatron_autorecompute.report.terminal import MOST_RANKS, measured_step_view, sums_of_layers
 
 LLAMA = Path(__file__).parents[2] / "examples" / "profiles" / "llama3-70b.json"
 GIB = 1 << 30

@@ -8,7 +8,7 @@ import pytest
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.profile import MeasuredStep, RankStep, StageRecord, StaticBytes
 from megatron_autorecompute.report.recorded import MOST_POINTS, recorded_step
-from megatron_autorecompute.report.timeline import event_peaks, timeline
+from megatron_autorecompute.report.timeline import timeline
 from megatron_autorecompute.units import MIB
 from tests.report.plans import THREE, example_plan, random_plan
 from tests.report.snapshots import ATTENTION, ENGINE, MLP, as_planned, dumped
@@ -38,7 +38,7 @@ def test_the_peak_of_an_event_is_that_of_its_fullest_moment(seed):
         for event, unit in moments_of(stage):
             total = bytes_at(stage, event, unit).total_bytes
             most[event] = max(most.get(event, 0), total)
-        assert event_peaks(stage).tolist() == list(most.values())
+        assert stage.peak_bytes.tolist() == list(most.values())
 
 
 @pytest.mark.parametrize("name", THREE)

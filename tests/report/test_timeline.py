@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_autorecompute.planner.cost.peak_memory import Breakdown
-from megatron_autorecompute.report.timeline import event_peaks, timeline
+from megatron_autorecompute.report.timeline import timeline
 from tests.planner import moments
 from tests.report.plans import copying_plan, early_plan, example_plan, random_plan
 
@@ -57,7 +57,7 @@ def test_the_binding_moment_is_as_full_as_the_plan_says(seed):
         else:
             moment = stage.binding.event, stage.binding.unit
             assert bytes_at(stage, *moment) == cost.peak.breakdown
-            assert event_peaks(stage).max() == cost.peak.bytes
+            assert stage.peak_bytes.max() == cost.peak.bytes
 
 
 @pytest.mark.parametrize("seed", SEEDS)

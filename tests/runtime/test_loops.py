@@ -17,6 +17,7 @@ def _hybrid_models_where_there_are(monkeypatch):
         yield
 
 
+@pytest.mark.newest_version
 def test_a_bare_loop(one_rank, capsys):
     model_parallel_seed()
     plain = bare.train(15, with_auto=False)

@@ -8,7 +8,7 @@ import torch
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import Parallelism
-from megatron_autorecompute.report.layer_sums import sums_of_layers
+from megatron_autorecompute.report.terminal import sums_of_layers
 from megatron_autorecompute.runtime.auto_options import GIB, AutoOptions
 from tests.fake_cuda import fake_cuda
 from tests.support import (

@@ -79,6 +79,14 @@ class Layout:
         layers = sum(len(chunk.layers) for chunks in self.stages for chunk in chunks)
         return layers - self.mtp_num_layers
 
+    def stage_of(self, layer: int) -> int:
+        """The stage that has a layer."""
+        return next(
+            stage
+            for stage, chunks in enumerate(self.stages)
+            if any(layer in chunk.layers for chunk in chunks)
+        )
+
     def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
         """Return the layers of every chunk, in model order."""
         return tuple(chunk.layers for chunks in zip(*self.stages, strict=True) for chunk in chunks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_autorecompute.errors import PolicyError
@@ -16,18 +16,24 @@ from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, Recomp
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """A policy that differs from another one at one layer."""
+    """What another choice at one layer would change, the rest of the policy unchanged."""
 
-    choice: LayerPolicy
-    """The layer's."""
-    cost: PolicyCost
-    """That of the whole policy."""
-    is_tie: bool
+    choice: str
+    """The other choice."""
+    step_ms: float
+    """Added time of the step."""
+    stage_busy_ms: float
+    """Added busy time of the layer's stage in a step."""
+    peak_bytes: int
+    """Added bytes of the stage's peak, high end."""
+    fits: bool
+    """Whether the stage then stays within its budget."""
+    tie: bool
     """Whether the difference of both steps is within the profile's errors."""
 
 
 def neighbours(problem: Problem, policy: RecomputePolicy, layer: int) -> list[Neighbour]:
-    """What each other choice at one layer would cost, the rest of the policy unchanged.
+    """The neighbours at one layer.
 
     Raises: as `changed_at`.
     """
@@ -42,12 +48,30 @@ def neighbours_at(
 
     Raises: as `changed_at`.
     """
-    changed = [changed_at(problem, policy, layer) for layer in layers]
-    others = [other for of_layer in changed for _, other in of_layer]
+    changed = {layer: changed_at(problem, policy, layer) for layer in layers}
+    others = [other for of_layer in changed.values() for _, other in of_layer]
     problem.costs.replay(others)
-    tied = ties(problem.costs, policy, others)
-    for of_layer in changed:
-        yield [Neighbour(choice, problem.cost(other), next(tied)) for choice, other in of_layer]
+    tied, now = ties(problem.costs, policy, others), problem.cost(policy)
+    for layer, of_layer in changed.items():
+        stage = problem.layout.stage_of(layer)
+        yield [
+            _neighbour(str(choice), now, problem.cost(other), stage, problem.budgets, next(tied))
+            for choice, other in of_layer
+        ]
+
+
+def _neighbour(
+    choice: str, now: PolicyCost, then: PolicyCost, stage: int, budgets: Sequence[int], tie: bool
+) -> Neighbour:
+    was, own = now.stages[stage], then.stages[stage]
+    return Neighbour(
+        choice,
+        then.step_ms - now.step_ms,
+        own.busy_ms - was.busy_ms,
+        own.peak_high_bytes - was.peak_high_bytes,
+        own.peak_high_bytes <= budgets[stage],
+        tie,
+    )
 
 
 def changed_at(

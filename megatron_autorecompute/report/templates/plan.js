@@ -746,8 +746,8 @@ function layerTip(layer) {
   const {choice, stage, others} = data.layers[layer];
   const ties = others.some(other => other.tie);
   const tie = mark => ties ? `<td>${mark}</td>` : "";
-  const row = other => `<tr><td>${escaped(other.choice)}</td><td>${signed(other.step, duration)}</td>` +
-    `<td>${signed(other.busy, duration)}</td><td>${signed(other.bytes, size)}</td><td>${other.fits ? "yes" : "no"}</td>` +
+  const row = other => `<tr><td>${escaped(other.choice)}</td><td>${signed(other.step_ms, duration)}</td>` +
+    `<td>${signed(other.stage_busy_ms, duration)}</td><td>${signed(other.peak_bytes, size)}</td><td>${other.fits ? "yes" : "no"}</td>` +
     `${tie(other.tie ? "=" : "")}</tr>`;
   const table = others.length ? `instead:<table><tr><th></th><th>step</th><th>stage ${stage}</th><th>peak</th><th>fits</th>` +
     `${ties ? "<th>tie</th>" : ""}</tr>${others.map(row).join("")}</table>` : "nothing else was measured";
@@ -757,6 +757,13 @@ function layerTip(layer) {
 
 function listenPolicy() {
   const cells = [...document.querySelectorAll("#policy [data-layer]")];
+  for (const cell of cells) { // which tells more than its title
+    const title = cell.querySelector("title");
+    cell.setAttribute("role", "button");
+    cell.setAttribute("aria-label", title.textContent);
+    cell.tabIndex = -1;
+    title.remove();
+  }
   if (cells.length) cells[0].tabIndex = 0;
   const tell = cell => {
     const box = cell.getBoundingClientRect();
