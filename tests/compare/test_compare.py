@@ -385,9 +385,9 @@ def in_its_rounds(path):
 
 @pytest.fixture
 def running(tmp_path):
-    """A comparison of one rank in its rounds, with ten minutes to go."""
+    """A comparison in its rounds, with ten minutes to go."""
     command = [sys.executable, "scripts/compare_policies.py", *SMALL, "--num-layers", "2"]
-    command += ["--rounds", "2000", "--pipeline-stages", "1"]
+    command += ["--rounds", "2000"]
     process = subprocess.Popen(
         [*command, "--output", str(tmp_path)],
         stdout=subprocess.DEVNULL,
