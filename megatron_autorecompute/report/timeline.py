@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
+from megatron_autorecompute.planner.cost.copies import OffloadedStep, StageCopies
 from megatron_autorecompute.planner.cost.layout import Chunk
-from megatron_autorecompute.planner.cost.offloaded_step import OffloadedStep
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment as PlannedMoment
 from megatron_autorecompute.planner.cost.peak_memory import (
     Breakdown,
@@ -35,7 +35,6 @@ from megatron_autorecompute.planner.cost.unit_costs import (
     fastest_choice,
 )
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.copies import StepCopies, step_copies
 
 Bytes = NDArray[np.int64]
 Numbers = NDArray[np.intp]
@@ -120,8 +119,10 @@ class StageTimeline:
     """Bytes on top of static_bytes in the optimizer step, after the last event."""
     binding: Moment | None
     """The stage's fullest moment; None if it is the optimizer step."""
-    copies: StepCopies | None = None
+    copies: StageCopies | None = None
     """Copies to host memory and back. None where nothing leaves."""
+    copy_bytes: tuple[Bytes, ...] = ()
+    """For each event: the most bytes that copies add to those of records while each unit runs."""
 
     def bytes_at(self, event: int, unit: int) -> Breakdown:
         """The most bytes alive while a unit of an event runs."""
@@ -136,7 +137,7 @@ class StageTimeline:
             transient_bytes=transients[int(self.backward[event])],
             embedding_head_bytes=int(self.outside_bytes[event]) + outside,
             overhead_bytes=int(self.overhead_bytes[event]),
-            copy_bytes=0 if self.copies is None else int(self.copies.unit_bytes[event][unit]),
+            copy_bytes=0 if self.copies is None else int(self.copy_bytes[event][unit]),
         )
 
     def bytes_after(self, event: int) -> Breakdown:
@@ -151,7 +152,7 @@ class StageTimeline:
             transient_bytes=0,
             embedding_head_bytes=int(self.outside_bytes[event]) + outside,
             overhead_bytes=int(self.overhead_bytes[event]),
-            copy_bytes=0 if self.copies is None else int(self.copies.after_bytes[event]),
+            copy_bytes=0 if self.copies is None else self.copies.after(event),
         )
 
 
@@ -213,17 +214,22 @@ def event_peaks(stage: StageTimeline) -> Bytes:
 
 
 def _with_copies(plan: Plan, stage: int, step: OffloadedStep) -> StageTimeline:
-    ran = step.stages[stage].ran
-    start_ms, end_ms = (
-        np.array(column) / PS_PER_MS
-        for column in ([one.begin_ps for one in ran], [one.end_ps for one in ran])
-    )
-    copies = step_copies(step, stage, every_moment(plan.profile, plan.schedule, stage))
-    return replace(_stage(plan, stage, end_ms, copies), start_ms=start_ms)
+    copies = step.stages[stage]
+    spans = np.array([(one.begin_ps, one.end_ps) for one in copies.ran]) / PS_PER_MS
+    moments = every_moment(plan.profile, plan.schedule, stage)
+    copy_bytes = tuple(_copy_bytes(copies, *pair) for pair in enumerate(moments))
+    found = _stage(plan, stage, spans[:, 1], copy_bytes)
+    return replace(found, start_ms=spans[:, 0], copies=copies)
+
+
+def _copy_bytes(copies: StageCopies, event: int, moment: PlannedMoment) -> Bytes:
+    if moment.beside is not None:
+        return np.full(len(copies.chunks[moment.chunk].units), copies.during(event))
+    return copies.by_unit(event, moment.chunk, backward=moment.direction == "backward")
 
 
 def _stage(
-    plan: Plan, stage: int, end_ms: Times, copies: StepCopies | None = None
+    plan: Plan, stage: int, end_ms: Times, copy_bytes: tuple[Bytes, ...] = ()
 ) -> StageTimeline:
     table = CostTable(plan.profile, plan.imbalance_percentile)
     policy, chunks = plan.policy, plan.layout.stages[stage]
@@ -245,13 +251,13 @@ def _stage(
     beside = _beside(columns, moments, base)
     other = np.where(beside > 0, beside - running, 0)
     other += np.array([early_bytes(base, columns, moment) for moment in moments], np.int64)
-    copied = _copied(reach, moments, copies) - running if copies else 0
+    copied = _copied(reach, moments, copy_bytes) - running if copy_bytes else 0
     peaks = constant + in_flight @ held + running + other + copied
     binding = None
     if peaks.max() > base.static.total_bytes + base.optimizer_step_peak_bytes:
         event = int(peaks.argmax())
         fullest = reach[int(backward[event])][chunk[event]]
-        fullest = fullest + copies.unit_bytes[event] if copies else fullest
+        fullest = fullest + copy_bytes[event] if copy_bytes else fullest
         binding = Moment(event, int(fullest.argmax()))
     cost = plan.cost.stages[stage]
     taken = np.where(backward, np.array(cost.backward_ms)[chunk], np.array(cost.forward_ms)[chunk])
@@ -275,16 +281,18 @@ def _stage(
         static_bytes=base.static.total_bytes,
         optimizer_step_peak_bytes=base.optimizer_step_peak_bytes,
         binding=binding,
-        copies=copies,
+        copy_bytes=copy_bytes,
     )
 
 
 def _copied(
-    reach: Sequence[Sequence[Bytes]], moments: Sequence[PlannedMoment], copies: StepCopies
+    reach: Sequence[Sequence[Bytes]],
+    moments: Sequence[PlannedMoment],
+    copy_bytes: Sequence[Bytes],
 ) -> Bytes:
     """The highest bytes of what runs in each event, with its copies."""
     of_units = [reach[moment.direction == "backward"][moment.chunk] for moment in moments]
-    both = zip(of_units, copies.unit_bytes, strict=True)
+    both = zip(of_units, copy_bytes, strict=True)
     return np.array([(own + beside).max() for own, beside in both], np.int64)
 
 

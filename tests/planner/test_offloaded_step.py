@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
+from megatron_autorecompute.planner.cost.copies import MOST_EVENTS
 from megatron_autorecompute.planner.cost.layout import Layout
-from megatron_autorecompute.planner.cost.offloaded_step import MOST_EVENTS
 from megatron_autorecompute.planner.cost.policy_cost import evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy

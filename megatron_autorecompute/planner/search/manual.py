@@ -18,8 +18,7 @@ import numpy as np
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.megatron_fields import RUNS_FOREVER, has_linear_bias, runs_forever
 from megatron_autorecompute.planner.cost.arrays import Ints
-from megatron_autorecompute.planner.cost.copies import copy_ps
-from megatron_autorecompute.planner.cost.offloaded_step import host_link
+from megatron_autorecompute.planner.cost.copies import copy_ps, host_link
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.stage_times import residual_times, times_of
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from megatron_autorecompute.planner.cost.offloaded_step import MOST_EVENTS, host_link
+from megatron_autorecompute.planner.cost.copies import MOST_EVENTS, host_link
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
