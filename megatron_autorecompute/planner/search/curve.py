@@ -20,7 +20,7 @@ from megatron_autorecompute.planner.search.stage_problem import StageChoice, put
 from megatron_autorecompute.policy import RecomputePolicy
 
 _RELAXED_POINTS = 24
-"""The most points of the curve without copy times: each of its policies is replayed thrice."""
+"""The most points of the curve without copy times: each of its policies is replayed twice."""
 Progress = Callable[[float], None]
 """Called with the share that is done."""
 

@@ -40,17 +40,17 @@ from megatron_autorecompute.planner.search.shortest import shortest
 from megatron_autorecompute.planner.search.solution import Solution, proven
 from megatron_autorecompute.planner.search.stage import Less, shrunk
 from megatron_autorecompute.planner.search.stage_problem import OnlyChoices, put_together
-from megatron_autorecompute.policy import WHOLE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import WHOLE, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, LayerKind, Profile
 from megatron_autorecompute.units import gib
 from megatron_autorecompute.work_order import contains
 
-SHARES = (0.99, 0.75, 0.5, 0.25)
+SHARES = (0.99, 0.5, 0.25)
 """The shares of computing in the mixtures that are tried; copies have the rest."""
 WITH_OFFLOAD = "With offload"
 """How the sentence begins that says what offload gains."""
 _TRIES = 5
-"""Budgets that are tried for one mixture; the plan of each is replayed up to three times."""
+"""Budgets that are tried for one mixture; the plan of each is replayed up to twice."""
 
 
 def shortest_with_offload(problem: Problem) -> Solution | None:
@@ -178,34 +178,20 @@ def bought(problem: Problem, solution: Solution) -> str:
 
 
 def spreads(problem: Problem, policy: RecomputePolicy) -> list[RecomputePolicy]:
-    """The policy, and those with its layers that offload between others of their kind, so that
-    copies have time: each at the begin or at the end of its share."""
-    return [policy, *(_spread(problem, policy, late=late) for late in (False, True))]
-
-
-def _spread(problem: Problem, policy: RecomputePolicy, *, late: bool) -> RecomputePolicy:
+    """The policy, and that with its layers that offload at even distances among others of their
+    kind in a chunk, so that copies have time."""
     layers = list(policy.layers)
     for chunk in problem.layout.chunk_layers():
         for kind in problem.profile.kinds:
             movable = (i for i in chunk if layers[i].group == 1 and layers[i] != WHOLE)
             own = [i for i in movable if i in kind.layers]
-            choices = sorted((layers[i] for i in own), key=lambda choice: not choice.offload)
-            moved = sum(bool(choice.offload) for choice in choices)
-            for index, choice in zip(own, _evenly(choices, moved, late=late), strict=True):
-                layers[index] = choice
-    return RecomputePolicy(tuple(layers))
-
-
-def _evenly(choices: list[LayerPolicy], moved: int, *, late: bool) -> Iterator[LayerPolicy]:
-    """The first `moved` of some choices at even distances among the others, each at the begin or at
-    the end of its share."""
-    first, others, total = iter(choices[:moved]), iter(choices[moved:]), len(choices)
-
-    def before(i: int) -> int:
-        return i * moved // total if late else -(-i * moved // total)
-
-    for i in range(total):
-        yield next(first) if before(i + 1) > before(i) else next(others)
+            moved = iter([layers[i] for i in own if layers[i].offload])
+            others = iter([layers[i] for i in own if not layers[i].offload])
+            number = sum(bool(layers[i].offload) for i in own)
+            for at, index in enumerate(own):
+                is_moved = (at + 1) * number // len(own) > at * number // len(own)
+                layers[index] = next(moved if is_moved else others)
+    return [policy, RecomputePolicy(tuple(layers))]
 
 
 def mixed(problem: Problem, share: float) -> Problem:
