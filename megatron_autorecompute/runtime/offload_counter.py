@@ -79,6 +79,12 @@ class _Group:
     """When the group's backward had run."""
     device_bytes: int = 0
 
+    def seen(self, clock: Clock) -> SeenGroup:
+        """The group, once its backward has run."""
+        times = (_worked_ms(moment, clock) for moment in (self.committed, self.back, self.done))
+        host_bytes = sum(copy.host_bytes for copy in self.copies)
+        return SeenGroup(self.name, self.device_bytes, host_bytes, *times)
+
 
 @dataclass(slots=True)
 class _LayerRun:
@@ -89,16 +95,6 @@ class _LayerRun:
     backward: _Pass | None = None
     groups: list[_Group] = field(default_factory=list)
     """The groups, in the order of their commits."""
-
-    def seen(self, clock: Clock) -> tuple[SeenGroup, ...]:
-        """The groups, once the backward has run."""
-        return tuple(self._seen(group, clock) for group in self.groups)
-
-    def _seen(self, group: _Group, clock: Clock) -> SeenGroup:
-        moments = group.committed, group.back, group.done
-        times = (_worked_ms(moment, clock) for moment in moments)
-        host_bytes = sum(copy.host_bytes for copy in group.copies)
-        return SeenGroup(group.name, group.device_bytes, host_bytes, *times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +224,8 @@ class OffloadCounter:
             policy: the choices that ran, by layer.
         """
         for run in self._seen:
-            seen = {(run.index, policy[run.index]): run.seen(self._clock)}
-            self.found = most(self.found, seen)
+            groups = tuple(group.seen(self._clock) for group in run.groups)
+            self.found = most(self.found, {(run.index, policy[run.index]): groups})
         self._seen.clear()
 
     # ------------------------------------------------------------------------------ where we are
