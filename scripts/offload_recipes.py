@@ -109,6 +109,7 @@ def model_of(row: Row) -> dict[str, Any]:
     job = yaml.safe_load(path.read_text())
     changed = NEMOTRON_3_ULTRA if ultra else LIGHTNING
     job |= {"config": job["config"] | changed, "accumulate_allreduce_grads_in_fp32": False}
+    job["config"] = {k: v for k, v in job["config"].items() if not k.startswith("cuda_graph_")}
     return job if ultra else job | BF16_MOMENTS
 
 

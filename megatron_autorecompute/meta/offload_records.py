@@ -8,19 +8,16 @@ parameters. What several layers save, such as rotary frequencies, is copied with
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from megatron_autorecompute.compat import model_layers, rules
-from megatron_autorecompute.compat.offload_groups import Method
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta import offloading
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.model import (
     JobStep,
@@ -31,7 +28,6 @@ from megatron_autorecompute.meta.model import (
 )
 from megatron_autorecompute.policy import NONE, WHOLE, WHOLE_LAYER, LayerPolicy
 from megatron_autorecompute.profile import LayerKind, OffloadGroup, Profile
-from megatron_autorecompute.runtime.offload_counter import OffloadCounter
 
 
 def checked(sets: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
@@ -56,31 +52,6 @@ def with_inert_offload(kind: LayerKind, sets: Sequence[Sequence[str]]) -> LayerK
         if own is not None and kind.record(asked) is None:
             inert[str(asked)] = own.choice
     return replace(kind, inert=inert)
-
-
-class MetaOffloadCounter(OffloadCounter):
-    """An `OffloadCounter` for which nothing is copied."""
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[OffloadCounter]:
-        """Count in this block, with stand-ins for what offload needs of a device."""
-        stand_ins = offloading.without_cuda() if self.is_needed else contextlib.nullcontext()
-        with stand_ins, super().watching():
-            yield self
-
-    def methods(self) -> dict[str, Callable[[Method], Method]]:
-        """The methods that `OffloadCounter` replaces, without copies."""
-        return {**super().methods(), "offload": self._left, "reload": self._back}
-
-    def _left(self, _: Method) -> Method:
-        def offload(_: Any, source: torch.Tensor, **named: Any) -> offloading.State:
-            self.note(source)
-            return offloading.left(source)
-
-        return offload
-
-    def _back(self, _: Method) -> Method:
-        return lambda _, state: offloading.back(state)
 
 
 LEAST_ELEMENTS = 256 << 10

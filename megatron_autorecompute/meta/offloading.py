@@ -12,7 +12,7 @@ from megatron.core.extensions import transformer_engine
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as megatron_offload
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_autorecompute.compat import offload_groups, offload_modules
+from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.patched import patched
 
 
@@ -72,7 +72,7 @@ def without_cuda() -> Iterator[None]:
     offload = types.SimpleNamespace(CPUOffloadEnabled=False)
     with contextlib.ExitStack() as undo:
         undo.enter_context(patched(transformer_engine, "cpu_offload", offload))
-        undo.enter_context(offload_groups.without_table())
+        undo.enter_context(offload_modules.without_table())
         undo.enter_context(patched(handler, "offload", _uncounted(handler.offload)))
         if hasattr(handler, "_can_manage_tensor_for_offload"):
             managed = staticmethod(_is_managed)

@@ -6,6 +6,7 @@ assumptions are listed in the profile and printed with every result made from it
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import hashlib
@@ -19,7 +20,7 @@ import torch
 
 from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import OptionError, ProfileError
-from megatron_autorecompute.meta import expert_rows, kernels
+from megatron_autorecompute.meta import expert_rows, kernels, offloading
 from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.dispatchers import KeptBeside, counted_once, kept_beside
@@ -42,7 +43,6 @@ from megatron_autorecompute.meta.model import (
 )
 from megatron_autorecompute.meta.muon import NO_MATRICES, orthogonalized, split_rows
 from megatron_autorecompute.meta.offload_records import (
-    MetaOffloadCounter,
     check_whole_layers,
     checked,
     with_inert_offload,
@@ -88,6 +88,7 @@ from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alone, choices
 from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
 from megatron_autorecompute.runtime.offload_choices import with_offload, without_parts
+from megatron_autorecompute.runtime.offload_counter import OffloadCounter
 
 Progress = Callable[[str], None]
 ChoicesOf = Callable[[torch.nn.Module], Choices]
@@ -384,7 +385,8 @@ def _measured(
         apply(nothing, model, groups=()) as applied,
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
-        MetaOffloadCounter([model], clock, whole.may_offload).watching() as offloaded,
+        offloading.on_meta() if whole.may_offload else contextlib.nullcontext(),
+        OffloadCounter([model], clock, whole.may_offload).watching() as offloaded,
     ):
         measurement = Measurement(whole, applied, clock, left=lambda: offloaded.found)
         for number, _ in enumerate(measurement.policies()):

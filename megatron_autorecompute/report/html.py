@@ -13,15 +13,17 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
+from megatron_autorecompute.planner.cost.copies import StageCopies
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.cost.step_interval import COVERS
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import ReportData
 from megatron_autorecompute.report.recorded import Difference, RecordedStep
 from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
-from megatron_autorecompute.report.timeline import Copy, StageTimeline, StepCopies, UnitCost
+from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
 from megatron_autorecompute.report.words import binds, came_from, duration, percent, proof, size
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -129,32 +131,36 @@ def _stage_data(plan: Plan, stage: StageTimeline) -> dict[str, Any]:
         "inFlight": np.diff(stage.in_flight_bytes, prepend=0).tolist(),
         "outside": np.diff(stage.outside_bytes, prepend=0).tolist(),
         "overhead": np.diff(stage.overhead_bytes, prepend=0).tolist(),
-        "copies": None if stage.copies is None else _copies_data(stage.copies),
+        "copies": None if stage.copies is None else _copies_data(stage, stage.copies),
     }
 
 
-def _copies_data(copies: StepCopies) -> dict[str, Any]:
+def _copies_data(stage: StageTimeline, copies: StageCopies) -> dict[str, Any]:
     """Copies in the order in which each direction makes them, and their names once each."""
-    names = list(dict.fromkeys(copy.name for copy in copies.copies))
+    names = list(dict.fromkeys(copy.name for copy in copies.copied))
     number = {name: at for at, name in enumerate(names)}
     return {
         "names": names,
         "ways": [
             [
-                (*_span(copy), number[copy.name], copy.microbatch, copy.bytes)
-                for copy in sorted(copies.copies, key=lambda copy: copy.begin_ms)
+                (
+                    round(copy.begin_ps / PS_PER_MS, 6),
+                    round(copy.end_ps / PS_PER_MS, 6),
+                    number[copy.name],
+                    copy.microbatch,
+                    copy.group.record.host_bytes,
+                )
+                for copy in sorted(copies.copied, key=lambda copy: copy.begin_ps)
                 if copy.to_host == to_host
             ]
             for to_host in (True, False)
         ],
-        "waits": [[list(wait) for wait in waits] for waits in copies.waits],
-        "bytes": [own.tolist() for own in copies.unit_bytes],
-        "after": copies.after_bytes.tolist(),
+        "waits": [
+            [[at / PS_PER_MS, wait / PS_PER_MS] for at, wait in ran.waits] for ran in copies.ran
+        ],
+        "bytes": [own.tolist() for own in stage.copy_bytes],
+        "after": [copies.after(event) for event in range(len(copies.ran))],
     }
-
-
-def _span(copy: Copy) -> tuple[float, float]:
-    return round(copy.begin_ms, 6), round(copy.end_ms, 6)
 
 
 def _unit_data(plan: Plan, unit: UnitCost) -> dict[str, Any]:

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.cost.copies import Copied, Ran, StageBytes
+from megatron_autorecompute.planner.cost.copies import OffloadedStep, StageCopies
 from megatron_autorecompute.planner.cost.layout import Chunk
-from megatron_autorecompute.planner.cost.offloaded_step import OffloadedStep
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment as PlannedMoment
 from megatron_autorecompute.planner.cost.peak_memory import (
     Breakdown,
@@ -36,8 +35,6 @@ from megatron_autorecompute.planner.cost.unit_costs import (
     fastest_choice,
 )
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.policy import WHOLE_LAYER
-from megatron_autorecompute.profile import OffloadGroup
 
 Bytes = NDArray[np.int64]
 Numbers = NDArray[np.intp]
@@ -87,35 +84,6 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """What one module of one layer saved, for one microbatch, on its way."""
-
-    name: str
-    """`core_attn of layer 7`; a whole layer is `layer 7`."""
-    to_host: bool
-    chunk: int
-    microbatch: int
-    begin_ms: float
-    """When the copy begins, in ms since the step began."""
-    end_ms: float
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepCopies:
-    """The copies of one stage. Sequences have one entry for each of its events, in order."""
-
-    copies: tuple[Copy, ...]
-    """The copies, in the order in which they were asked for."""
-    waits: tuple[tuple[tuple[float, float], ...], ...]
-    """For each event: ms that it computes before it waits for a copy, and ms that it waits."""
-    unit_bytes: tuple[Bytes, ...]
-    """For each event: the most bytes that copies add to those of records while each unit runs."""
-    after_bytes: Bytes
-    """For each event: the bytes that copies add from its end to the next event."""
-
-
-@dataclass(frozen=True, slots=True)
 class StageTimeline:
     """One stage's step. Arrays have one entry for each event, in order."""
 
@@ -153,8 +121,10 @@ class StageTimeline:
     """Bytes on top of static_bytes in the optimizer step, after the last event."""
     binding: Moment | None
     """The stage's fullest moment; None if it is the optimizer step."""
-    copies: StepCopies | None = None
+    copies: StageCopies | None = None
     """Copies to host memory and back. None where nothing leaves."""
+    copy_bytes: tuple[Bytes, ...] = ()
+    """For each event: the most bytes that copies add to those of records while each unit runs."""
 
     def bytes_at(self, event: int, unit: int) -> Breakdown:
         """The most bytes alive while a unit of an event runs."""
@@ -169,7 +139,7 @@ class StageTimeline:
             transient_bytes=transients[int(self.backward[event])],
             embedding_head_bytes=int(self.outside_bytes[event]) + outside,
             overhead_bytes=int(self.overhead_bytes[event]),
-            copy_bytes=0 if self.copies is None else int(self.copies.unit_bytes[event][unit]),
+            copy_bytes=0 if self.copies is None else int(self.copy_bytes[event][unit]),
         )
 
     def bytes_after(self, event: int) -> Breakdown:
@@ -184,7 +154,7 @@ class StageTimeline:
             transient_bytes=0,
             embedding_head_bytes=int(self.outside_bytes[event]) + outside,
             overhead_bytes=int(self.overhead_bytes[event]),
-            copy_bytes=0 if self.copies is None else int(self.copies.after_bytes[event]),
+            copy_bytes=0 if self.copies is None else self.copies.after(event),
         )
 
 
@@ -223,17 +193,22 @@ def timeline(plan: Plan) -> Timeline:
 
 
 def _with_copies(plan: Plan, stage: int, step: OffloadedStep) -> StageTimeline:
-    ran = step.stages[stage].ran
-    start_ms, end_ms = (
-        np.array(column) / PS_PER_MS
-        for column in ([one.begin_ps for one in ran], [one.end_ps for one in ran])
-    )
-    copies = step_copies(step, stage, every_moment(plan.profile, plan.schedule, stage))
-    return replace(_stage(plan, stage, end_ms, copies), start_ms=start_ms)
+    copies = step.stages[stage]
+    spans = np.array([(one.begin_ps, one.end_ps) for one in copies.ran]) / PS_PER_MS
+    moments = every_moment(plan.profile, plan.schedule, stage)
+    copy_bytes = tuple(_copy_bytes(copies, *pair) for pair in enumerate(moments))
+    found = _stage(plan, stage, spans[:, 1], copy_bytes)
+    return replace(found, start_ms=spans[:, 0], copies=copies)
+
+
+def _copy_bytes(copies: StageCopies, event: int, moment: PlannedMoment) -> Bytes:
+    if moment.beside is not None:
+        return np.full(len(copies.chunks[moment.chunk].units), copies.during(event))
+    return copies.by_unit(event, moment.chunk, backward=moment.direction == "backward")
 
 
 def _stage(
-    plan: Plan, stage: int, end_ms: Times, copies: StepCopies | None = None
+    plan: Plan, stage: int, end_ms: Times, copy_bytes: tuple[Bytes, ...] = ()
 ) -> StageTimeline:
     table = CostTable(plan.profile, plan.imbalance_percentile)
     policy, chunks = plan.policy, plan.layout.stages[stage]
@@ -254,8 +229,8 @@ def _stage(
     beside = _beside(columns, moments, base)
     other = np.where(beside > 0, beside - _highest(running), 0)
     other += np.array([early_bytes(base, columns, moment) for moment in moments], np.int64)
-    if copies:
-        running = [own + copied for own, copied in zip(running, copies.unit_bytes, strict=True)]
+    if copy_bytes:
+        running = [own + copied for own, copied in zip(running, copy_bytes, strict=True)]
     peaks = constant + in_flight @ held + other + _highest(running)
     binding = None
     if peaks.max() > base.static.total_bytes + base.optimizer_step_peak_bytes:
@@ -282,7 +257,7 @@ def _stage(
         static_bytes=base.static.total_bytes,
         optimizer_step_peak_bytes=base.optimizer_step_peak_bytes,
         binding=binding,
-        copies=copies,
+        copy_bytes=copy_bytes,
     )
 
 
@@ -329,44 +304,3 @@ def _recompute_ps(table: CostTable, chunk: Chunk, unit: Unit) -> int:
     plain = (table.layer_in(chunk, i, fastest_choice(table, i)) for i in unit.layers)
     without = sum(layer.backward_ps for layer in plain) if unit.layers else unit.backward_ps
     return max(0, unit.backward_ps - without)
-
-
-def step_copies(step: OffloadedStep, stage: int, moments: Sequence[PlannedMoment]) -> StepCopies:
-    """The copies of one stage in a replayed step. Its events are `moments`."""
-    replayed, chunks = step.stages[stage], step.units[stage]
-    groups = [
-        [(unit, group) for unit in units for group in unit.offload_groups] for units in chunks
-    ]
-    beside, ran = step.bytes_of(stage), replayed.ran
-    return StepCopies(
-        tuple(_copy(one, *groups[one.chunk][one.group]) for one in replayed.copied),
-        tuple(tuple((at / PS_PER_MS, wait / PS_PER_MS) for at, wait in own.waits) for own in ran),
-        tuple(_unit_bytes(beside, number, moment) for number, moment in enumerate(moments)),
-        _after_bytes(beside, ran),
-    )
-
-
-def _copy(one: Copied, unit: Unit, group: OffloadGroup) -> Copy:
-    whole = group.name == WHOLE_LAYER
-    return Copy(
-        unit.name if whole else f"{group.name} of {unit.name}",
-        one.to_host,
-        one.chunk,
-        one.microbatch,
-        one.begin_ps / PS_PER_MS,
-        one.end_ps / PS_PER_MS,
-        group.host_bytes,
-    )
-
-
-def _unit_bytes(beside: StageBytes, number: int, moment: PlannedMoment) -> Bytes:
-    if moment.beside is not None:
-        return np.full(len(beside.chunks[moment.chunk]), beside.during(number))
-    return beside.by_unit(number, moment.chunk, backward=moment.direction == "backward")
-
-
-def _after_bytes(beside: StageBytes, ran: Sequence[Ran]) -> Bytes:
-    ends = [own.end_ps for own in ran]
-    begins = [own.begin_ps for own in ran[1:]] + ends[-1:]
-    found = [beside.most(end, begin) for end, begin in zip(ends, begins, strict=True)]
-    return np.array(found, np.int64)

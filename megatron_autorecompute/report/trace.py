@@ -79,10 +79,15 @@ def _stage(plan: Plan, stage: StageTimeline, ends: dict[Place, int]) -> Iterator
     yield from _messages(stage, ends, plan.layout.num_stages, plan.profile.boundary_bytes)
     for event in range(len(stage.chunk)):
         yield from _running(plan, stage, event)
-    for copy in () if stage.copies is None else stage.copies.copies:
+    for copy in () if stage.copies is None else stage.copies.copied:
         thread = TO_HOST if copy.to_host else TO_DEVICE
-        args = {"chunk": copy.chunk, "microbatch": copy.microbatch, "bytes": copy.bytes}
-        yield _slice(stage.stage, thread, copy.name, _ns(copy.begin_ms), _ns(copy.end_ms), args)
+        args = {
+            "chunk": copy.chunk,
+            "microbatch": copy.microbatch,
+            "bytes": copy.group.record.host_bytes,
+        }
+        span = round(copy.begin_ps / PS_PER_NS), round(copy.end_ps / PS_PER_NS)
+        yield _slice(stage.stage, thread, copy.name, *span, args)
     yield from _memory(stage)
 
 
@@ -147,9 +152,8 @@ def _waits(stage: StageTimeline, event: int) -> Iterator[tuple[int, int]]:
         waited += wait
 
 
-def _waits_ps(stage: StageTimeline, event: int) -> list[tuple[int, int]]:
-    waits = () if stage.copies is None else stage.copies.waits[event]
-    return [(_ps(at), _ps(wait)) for at, wait in waits]
+def _waits_ps(stage: StageTimeline, event: int) -> tuple[tuple[int, int], ...]:
+    return () if stage.copies is None else stage.copies.ran[event].waits
 
 
 def _choice(plan: Plan, unit: UnitCost) -> str:

@@ -27,7 +27,6 @@ from megatron_autorecompute.compat import (
     layer_modules,
     layer_parts,
     model_layers,
-    offload_groups,
     offload_modules,
     parallel,
     rules,
@@ -147,13 +146,12 @@ class AppliedPolicy:
             held.set(owner, policy)
 
     def _set_with_known_groups(self, policy: RecomputePolicy) -> None:
-        manager, before = offload_groups.learnt(), self._switches()
+        manager, before = offload_modules.learnt(), self._switches()
         self._set(policy)
-        offload_groups.switch(manager, before, self._switches())
-        offload_modules.go_on_with(manager)
+        offload_modules.switch_groups(manager, before, self._switches())
 
-    def _switches(self) -> offload_groups.Switches:
-        return offload_groups.switches((owner, held.layers) for owner, held in self._held)
+    def _switches(self) -> offload_modules.Switches:
+        return offload_modules.switches((owner, held.layers) for owner, held in self._held)
 
     def host_memory(self) -> HostMemory:
         """Host memory that the policy's offload uses on this rank."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.compat import offload_groups
+from megatron_autorecompute.compat import offload_modules
 from megatron_autorecompute.profile import HostLink
 from megatron_autorecompute.runtime.host_memory import free_bytes
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, Clock
@@ -61,7 +61,7 @@ class CopyWatch:
             "bulk_reload_group": functools.partial(self._timed, self.back, "h2d_stream"),
             "on_group_commit_backward": self._waited,
         }
-        with offload_groups.watched(methods):
+        with offload_modules.watched(methods):
             yield
         if not any(self._first):
             self._first = len(self.out), len(self.back)

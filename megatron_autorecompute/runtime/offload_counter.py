@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.compat import model_layers, offload_groups, offload_modules
-from megatron_autorecompute.compat.offload_groups import Method
+from megatron_autorecompute.compat import model_layers, offload_modules
+from megatron_autorecompute.compat.offload_modules import Method
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import ChoiceRecord, OffloadGroup
@@ -79,6 +79,12 @@ class _Group:
     """When the group's backward had run."""
     device_bytes: int = 0
 
+    def seen(self, clock: Clock) -> SeenGroup:
+        """The group, once its backward has run."""
+        times = (_worked_ms(moment, clock) for moment in (self.committed, self.back, self.done))
+        host_bytes = sum(copy.host_bytes for copy in self.copies)
+        return SeenGroup(self.name, self.device_bytes, host_bytes, *times)
+
 
 @dataclass(slots=True)
 class _LayerRun:
@@ -89,16 +95,6 @@ class _LayerRun:
     backward: _Pass | None = None
     groups: list[_Group] = field(default_factory=list)
     """The groups, in the order of their commits."""
-
-    def seen(self, clock: Clock) -> tuple[SeenGroup, ...]:
-        """The groups, once the backward has run."""
-        return tuple(self._seen(group, clock) for group in self.groups)
-
-    def _seen(self, group: _Group, clock: Clock) -> SeenGroup:
-        moments = group.committed, group.back, group.done
-        times = (_worked_ms(moment, clock) for moment in moments)
-        host_bytes = sum(copy.host_bytes for copy in group.copies)
-        return SeenGroup(group.name, group.device_bytes, host_bytes, *times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +194,11 @@ class OffloadCounter:
         """Count in this block, in Megatron's unchanged code except for prefetches and the table
         that ends its warm-up."""
         with contextlib.ExitStack() as undo:
-            undo.enter_context(offload_groups.without_table())
+            undo.enter_context(offload_modules.without_table())
             if not self.is_needed:
                 yield self
                 return
-            undo.enter_context(offload_groups.watched(self.methods()))
+            undo.enter_context(offload_modules.watched(self._methods()))
             for layer, index in self._pairs:
                 for hook in self._hooks(layer, index):
                     undo.callback(hook.remove)
@@ -228,8 +224,8 @@ class OffloadCounter:
             policy: the choices that ran, by layer.
         """
         for run in self._seen:
-            seen = {(run.index, policy[run.index]): run.seen(self._clock)}
-            self.found = most(self.found, seen)
+            groups = tuple(group.seen(self._clock) for group in run.groups)
+            self.found = most(self.found, {(run.index, policy[run.index]): groups})
         self._seen.clear()
 
     # ------------------------------------------------------------------------------ where we are
@@ -280,7 +276,7 @@ class OffloadCounter:
 
     # --------------------------------------------------------------- in place of Megatron's methods
 
-    def methods(self) -> dict[str, Callable[[Method], Method]]:
+    def _methods(self) -> dict[str, Callable[[Method], Method]]:
         """For each of Megatron's methods, by name, a function that makes its replacement."""
         return {
             "offload": self._copy_out,
@@ -296,16 +292,12 @@ class OffloadCounter:
 
     def _copy_out(self, usual: Method) -> Method:
         def offload(chunk: Any, source: torch.Tensor, *args: Any, **named: Any) -> Any:
-            self.note(source)
+            storage = source.untyped_storage()
+            size_bytes = source.numel() * source.element_size()
+            self._copies.append(_Copy(weakref.ref(storage), storage.nbytes(), size_bytes))
             return usual(chunk, source, *args, **named)
 
         return offload
-
-    def note(self, source: torch.Tensor) -> None:
-        """Note that a tensor leaves."""
-        storage = source.untyped_storage()
-        size_bytes = source.numel() * source.element_size()
-        self._copies.append(_Copy(weakref.ref(storage), storage.nbytes(), size_bytes))
 
     def _start_forward(self, usual: Method) -> Method:
         def on_group_start_forward(chunk: Any, name: str) -> None:
@@ -317,7 +309,7 @@ class OffloadCounter:
 
     def _commit_forward(self, usual: Method) -> Method:
         def on_group_commit_forward(chunk: Any, *args: Any) -> None:
-            group, name = offload_groups.leaving(chunk)
+            group, name = offload_modules.leaving(chunk)
             run = self._run_of.get(id(group))
             self._copies, now = [], self._clock.now()
             committed = None if run is None else run.forward.at(now)
@@ -361,5 +353,5 @@ class OffloadCounter:
 
     def _is_here(self, chunk: Any) -> bool:
         """Whether the group that would come back next belongs to the layer whose backward runs."""
-        group = offload_groups.coming_back(chunk)
+        group = offload_modules.coming_back(chunk)
         return group is not None and self._run_of.get(id(group)) is self._backward

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
+from megatron_autorecompute.planner.cost.copies import MOST_EVENTS
 from megatron_autorecompute.planner.cost.layout import Layout
-from megatron_autorecompute.planner.cost.offloaded_step import MOST_EVENTS
 from megatron_autorecompute.planner.cost.policy_cost import evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
@@ -71,6 +71,8 @@ def test_of_whole_layers_as_many_are_there_at_once_as_do_not_leave(number, layer
     slow = HostLink(100 / 250e6, 100 / 250e6, 1 << 40)
     late = evaluate(replace(profile, host_link=slow), *pipeline, policy)
     assert late.step_ms > 3 * 2 * number * 250
+    # A layer that waits until another has left counts as begun; one that comes back counts once.
+    assert late.stages[0].peak.bytes == (layers - number + 1) * 100 + 10
     assert late.step_ms == pytest.approx(plain.step_ms + late.stall_ms)
     for wrong, sizes in ((f"none*1,{policy.layers[0]}*1,none*6", 1), (text, 2)):
         other = RecomputePolicy.parse(wrong, num_layers=layers)

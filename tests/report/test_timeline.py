@@ -33,7 +33,7 @@ def bytes_at(stage, event, unit):
         embedding_head_bytes=stage.outside_bytes[event]
         + sum(u.held_bytes for u in begun if not u.is_layer),
         overhead_bytes=stage.overhead_bytes[event],
-        copy_bytes=0 if stage.copies is None else stage.copies.unit_bytes[event][unit],
+        copy_bytes=0 if stage.copies is None else stage.copy_bytes[event][unit],
     )
 
 

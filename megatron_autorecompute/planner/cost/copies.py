@@ -1,154 +1,190 @@
-"""Copies to host memory and back beside one stage's forwards and backwards.
+"""The time of a step whose layers copy activations to host memory, with its waits for copies.
 
-As Megatron's `PipelineOffloadManager` orders them (fine_grained_activation_offload.py of
-megatron-core 0.19; 0.16 is the same but for its two settings):
+All stages are replayed event by event, because a wait delays every event that needs the output.
 
-- A group's copy out begins when its forward has run, after all earlier copies out.
+Megatron's `PipelineOffloadManager` orders the copies of *modules* (fine_grained_activation_offload
+of megatron-core 0.19 with its default settings; 0.16 is the same):
+
+- A group's copy out begins when its forward has run, after all earlier copies out. Its memory is
+  free when the copy has ended.
 - When a group's backward has run, the copy back of one more group begins: of the microbatch's group
   that left last, or, if none is left, of the microbatch whose backward is next.
 - A group's backward waits for its copy back. If none was begun, it copies then and there.
-- Some groups never leave: `Kept`. Where `core_attn`'s stays, so does its layer's `attn_proj`'s,
-  which needs it; this package sees to that (`compat/offload_modules.py`), Megatron does not.
+- Some groups never leave. Where `core_attn`'s stays, so does its layer's `attn_proj`'s, which needs
+  it; this package sees to that (`compat/offload_modules.py`), Megatron does not.
 
-Both directions at once are taken to be as fast as one. A tensor's memory is free when its copy out
-has ended; memory for a copy back is taken when the copy is asked for. The host is taken to run
-ahead of the device, so that it delays no copy. `StageBytes` says what copies under way hold beside
-the bytes of records.
+Transformer Engine's `DefaultOffloadSynchronizer` orders those of *whole layers*, N of L, for
+Megatron's `cpu_offloading` (transformer_engine/pytorch/cpu_offload.py of August 2026). So at most
+L - N layers are there at once. Copies of both directions share a stream:
+
+- A layer's copy out begins when its forward has run.
+- Before the forward of layer L - N + i the device waits until layer i has left, and frees it.
+- When the backward of layer L - 1 - N + i begins, so does the copy back of layer i, for which
+  layer i's backward waits.
+
+Both directions at once are taken to be as fast as one. Memory for a copy back is taken when the
+copy is asked for. The host is taken to run ahead of the device, so that it delays no copy.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 
+from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.arrays import Ints
-from megatron_autorecompute.planner.cost.unit_costs import Unit
-from megatron_autorecompute.profile import HostLink
+from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.slots import block, num_slots
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit
+from megatron_autorecompute.policy import WHOLE_LAYER
+from megatron_autorecompute.profile import HostLink, OffloadGroup, Profile
 
-Changes = dict[int, int]
-"""Bytes more (fewer) from a time on, in picoseconds."""
+MOST_EVENTS = 1 << 12
+"""The most events of all stages together in a replay. Of a longer step fewer microbatches are
+replayed; each that is left out is assumed to take as long as the last ones."""
 PS_PER_NS = 1000
+StageUnits = Sequence[Sequence[tuple[Unit, ...]]]
+"""`[stage][chunk]`"""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyGroup:
-    """One group of a chunk. Times are of computing alone, without waits."""
+    """One group of a chunk."""
 
-    name: str
-    device_bytes: int
-    host_bytes: int
-    commit_ps: int
-    """Time from the beginning of the chunk's forward until the copy out may begin."""
+    record: OffloadGroup
+    unit: str
+    """The name of its layer."""
     unit_ps: int
-    """Time from the beginning of the chunk's backward until that of the group's layer, whose record
-    counts the group's device bytes from then on."""
+    """Computing time from the beginning of the chunk's backward until that of the group's layer,
+    whose record counts the group's device bytes from then on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A place in a chunk's backward where copies matter."""
+    """A place in a chunk's forward or backward where copies matter."""
 
     at_ps: int
-    """Computing time since the backward began."""
+    """Computing time since the event began."""
     group: int
     """The group of the chunk."""
-    is_end: bool
-    """Whether the group's backward has run; else it is about to."""
+    waits: bool
+    """Whether the device waits for the group's copy; else a copy begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkWork:
     """What a chunk computes and copies for one microbatch."""
 
+    units: tuple[Unit, ...]
     forward_ps: int
     backward_ps: int
-    groups: tuple[CopyGroup, ...] = ()
+    groups: tuple[CopyGroup, ...]
     """In the order of their copies out."""
-    turns: tuple[Turn, ...] = ()
-    """The turns in the order of the backward."""
+    turns: tuple[tuple[Turn, ...], tuple[Turn, ...]]
+    """The turns of the forward and of the backward, in order."""
 
     @classmethod
     def of(cls, units: Sequence[Unit], forward_ps: int = 0, backward_ps: int = 0) -> ChunkWork:
-        """The copies of a chunk's units in forward order, with other time at the end."""
-        groups, turns = list[CopyGroup](), list[Turn]()
-        after, begin = sum(unit.backward_ps for unit in units), 0
-        for unit in units:
-            after -= unit.backward_ps
+        """The copies of a chunk's units in forward order, with other time at the end.
+
+        Raises PolicyError if whole layers leave, and others than the first ones.
+        """
+        ahead, behind = _begins(units)
+        groups, forward, backward = list[CopyGroup](), list[Turn](), list[Turn]()
+        for unit, begin, after in zip(units, ahead, behind, strict=False):
             for group in unit.offload_groups:
+                number = len(groups)
                 commit = begin + round(group.forward_end * unit.forward_ps)
-                for share, is_end in ((group.backward_begin, False), (group.backward_end, True)):
+                forward.append(Turn(commit, number, waits=False))
+                for share, waits in ((group.backward_begin, True), (group.backward_end, False)):
                     at = after + round(share * unit.backward_ps)
-                    turns.append(Turn(at, len(groups), is_end))
-                groups.append(
-                    CopyGroup(group.name, group.device_bytes, group.host_bytes, commit, after)
-                )
-            begin += unit.forward_ps
-        turns.sort(key=lambda turn: (turn.at_ps, -turn.group, turn.is_end))
-        own_ps = sum(unit.backward_ps for unit in units)
+                    backward.append(Turn(at, number, waits))
+                groups.append(CopyGroup(group, unit.name, after))
+        backward.sort(key=lambda turn: (turn.at_ps, -turn.group, not turn.waits))
+        if moves_whole_layers(units):
+            forward, backward = _turns_of_whole_layers(units)
+        own = sum(unit.forward_ps for unit in units), sum(unit.backward_ps for unit in units)
         return cls(
-            max(begin + forward_ps, 0), max(own_ps + backward_ps, 0), tuple(groups), tuple(turns)
+            tuple(units),
+            max(own[0] + forward_ps, 0),
+            max(own[1] + backward_ps, 0),
+            tuple(groups),
+            (tuple(forward), tuple(backward)),
         )
 
+    def spans(self, *, backward: bool) -> list[tuple[int, int]]:
+        """Computing time since an event began until each unit begins and ends."""
+        begins = _begins(self.units)[backward]
+        times = (unit.backward_ps if backward else unit.forward_ps for unit in self.units)
+        return [(at, at + time) for at, time in zip(begins, times, strict=True)]
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Which groups stay on the device although they could leave: Megatron's settings."""
 
-    fraction: float = 1.0
-    """`activation_offload_fraction`: the share of a chunk's groups that leave, the first ones."""
-    delta_bytes: int = 0
-    """`delta_offload_bytes_across_pp_ranks`: what each stage keeps more than the one before it."""
-    first_step: bool = False
-    """The copies of the first step, which counts: all groups leave."""
+def _begins(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
+    """Computing time until each unit's forward begins, and its backward."""
+    ahead = accumulate((unit.forward_ps for unit in units), initial=0)
+    behind = accumulate((unit.backward_ps for unit in reversed(units)), initial=0)
+    return list(ahead)[:-1], list(behind)[-2::-1]
 
-    def groups(
-        self, stage: int, order: Sequence[tuple[int, int]], chunks: Sequence[ChunkWork]
-    ) -> set[tuple[int, int, int]]:
-        """(chunk, microbatch, group) of those that stay.
 
-        Args:
-            stage: the pipeline rank.
-            order: (chunk, microbatch) of backwards that have groups.
-            chunks: the chunks of the stage.
-        """
-        if self.first_step:
-            return set()
-        kept = self._last_of_each_name(order, chunks)
-        left = stage * self.delta_bytes
-        for chunk, microbatch in order:
-            for number, group in enumerate(chunks[chunk].groups):
-                if left > 0 and (chunk, microbatch, number) not in kept:
-                    left -= group.host_bytes
-                    kept.add((chunk, microbatch, number))
-        for chunk, microbatch in order:
-            own = [(chunk, microbatch, number) for number in range(len(chunks[chunk].groups))]
-            may = [one for one in own if one not in kept]
-            stay = int(len(may) * (1 - self.fraction))
-            kept |= set(may[len(may) - stay :])
-        for chunk, microbatch in order:
-            stays = False
-            for number, group in enumerate(chunks[chunk].groups):
-                stays = (chunk, microbatch, number) in kept if group.name == "core_attn" else stays
-                if group.name == "attn_proj" and stays:
-                    kept.add((chunk, microbatch, number))
-        return kept
+def moves_whole_layers(units: Sequence[Unit]) -> bool:
+    """Whether layers of a chunk leave as a whole."""
+    return any(group.name == WHOLE_LAYER for unit in units for group in unit.offload_groups)
 
-    @staticmethod
-    def _last_of_each_name(
-        order: Sequence[tuple[int, int]], chunks: Sequence[ChunkWork]
-    ) -> set[tuple[int, int, int]]:
-        """The group of each name whose backward is first, of as many names as a chunk has most."""
-        last: dict[str, tuple[int, int, int]] = {}
-        for chunk, microbatch in reversed(order):
-            for number, group in enumerate(chunks[chunk].groups):
-                last[group.name] = chunk, microbatch, number
-        most = max((len({g.name for g in chunks[chunk].groups}) for chunk, _ in order), default=0)
-        return set(list(last.values())[:most])
+
+def _turns_of_whole_layers(units: Sequence[Unit]) -> tuple[list[Turn], list[Turn]]:
+    """The turns of the forward and of the backward; a layer is a group."""
+    layers = [at for at, unit in enumerate(units) if unit.layers]
+    moved = [bool(units[at].offload_groups) for at in layers]
+    number = sum(moved)
+    kept = len(layers) - number
+    if not all(moved[:number]) or not kept:
+        raise PolicyError(
+            f"Megatron's {WHOLE_LAYER} moves the first layers of a model and not all: write "
+            "megatron:cpu_offloading/N."
+        )
+    ahead, behind = ([begins[at] for at in layers] for begins in _begins(units))
+    leave = [(layer + 1, layer, False) for layer in range(number)]
+    left = [(layer + kept, layer, True) for layer in range(number)]
+    ask = [(layer + kept - 1, layer, False) for layer in range(number)]
+    back = [(layer, layer, True) for layer in range(number)]
+    forward = sorted(leave + left, key=lambda turn: (turn[0], turn[2]))
+    backward = sorted(ask + back, key=lambda turn: (-turn[0], turn[2]))
+    return (
+        [Turn(ahead[at], layer, waits) for at, layer, waits in forward],
+        [Turn(behind[at], layer, waits) for at, layer, waits in backward],
+    )
+
+
+_Place = tuple[int, int, int]
+"""(chunk, microbatch, group)"""
+
+
+def _kept(order: Sequence[tuple[int, int]], chunks: Sequence[ChunkWork]) -> set[_Place]:
+    """Groups that never leave after the first step: the one of each name whose backward is first,
+    of as many names as a chunk has most.
+
+    Args:
+        order: (chunk, microbatch) of backwards that have groups.
+        chunks: the chunks of the stage.
+    """
+    names = [[group.record.name for group in work.groups] for work in chunks]
+    last: dict[str, _Place] = {}
+    for chunk, microbatch in reversed(order):
+        for number, name in enumerate(names[chunk]):
+            last[name] = chunk, microbatch, number
+    most = max((len(set(names[chunk])) for chunk, _ in order), default=0)
+    kept = set(list(last.values())[:most])
+    for chunk, microbatch, first in list(kept):
+        if names[chunk][first] == "core_attn":
+            following = range(first, len(names[chunk]))
+            needs = (number for number in following if names[chunk][number] == "attn_proj")
+            kept |= {(chunk, microbatch, number) for number in needs}
+    return kept
 
 
 @dataclass(slots=True)
@@ -157,18 +193,18 @@ class _Microbatch:
 
     chunk: int
     microbatch: int
-    waiting: list[int] = field(default_factory=list)
-    """Groups in host memory, the last one to leave last."""
     out_until: dict[int, int] = field(default_factory=dict)
     """When the copy out of a group ends."""
-    back_at: dict[int, int] = field(default_factory=dict)
-    """When the copy back of a group ends."""
-    asked_at: dict[int, int] = field(default_factory=dict)
-    """When that copy was asked for."""
-    asked: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    """Groups in host memory, the last one to leave last."""
+    asked: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """When the copy back of a group was asked for, and when it ends."""
+    due: list[int] = field(default_factory=list)
     """Groups whose copy back no backward has waited for yet."""
-    back: set[int] = field(default_factory=set)
+    unasked: set[int] = field(default_factory=set)
     """Groups that came back without having been asked for."""
+    units: dict[int, int] = field(default_factory=dict)
+    """When the backward of a layer began, by `CopyGroup.unit_ps`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +214,15 @@ class Copied:
     to_host: bool
     chunk: int
     microbatch: int
-    group: int
-    """The group of the chunk, in the order of copies out."""
+    group: CopyGroup
     begin_ps: int
     end_ps: int
+
+    @property
+    def name(self) -> str:
+        """`core_attn of layer 7`; a whole layer is `layer 7`."""
+        name = self.group.record.name
+        return self.group.unit if name == WHOLE_LAYER else f"{name} of {self.group.unit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,183 +234,212 @@ class Ran:
     waits: tuple[tuple[int, int], ...] = ()
     """Computing time before each wait, and the length of the wait."""
 
+    def after(self, computed_ps: int) -> int:
+        """When the event has computed so much."""
+        waited = sum(wait for at, wait in self.waits if at < computed_ps)
+        return self.begin_ps + computed_ps + waited
+
 
 class StageCopies:
     """One stage's events and copies, event after event.
 
     Args:
-        stage: the pipeline rank.
         chunks: what each chunk computes and copies.
         events: (is backward, chunk, microbatch), in the order of the schedule.
         link: to host memory.
-        kept: which groups stay.
     """
 
     def __init__(
         self,
-        stage: int,
         chunks: Sequence[ChunkWork],
         events: Sequence[tuple[bool, int, int]],
         link: HostLink,
-        kept: Kept,
     ) -> None:
         self.chunks, self._events, self._link = chunks, iter(events), link
+        self._whole = any(moves_whole_layers(work.units) for work in chunks)
         self._order = [
             (chunk, microbatch)
             for is_backward, chunk, microbatch in events
             if is_backward and chunks[chunk].groups
         ]
         self._in_flight = _in_flight(events, len(chunks))
-        self._stay = kept.groups(stage, self._order, chunks)
-        self._first_step, self._next = kept.first_step, 0
+        self._kept, self._next = _kept(self._order, chunks), 0
         self._alive: dict[tuple[int, int], _Microbatch] = {}
-        self._out_free = self._back_free = 0
+        self._free = {True: 0, False: 0}
+        """When the stream of each direction is free; of whole layers, the first is for both."""
         self.ran: list[Ran] = []
         """The run of every event so far."""
-        self.device: Changes = {}
-        """Bytes on the device that no record counts: copies under way, groups that stay, and groups
-        that come back before their layer's backward."""
-        self.host: dict[tuple[str, int], Changes] = {}
-        """Bytes in host memory by group's name and size, as pools keep them."""
+        self.device: dict[int, int] = {}
+        """Bytes on the device more (fewer) from a time on, in ps, that no record counts: copies
+        under way, groups that stay, and groups that come back before their layer's backward."""
         self.copied: list[Copied] = []
         """The copies so far, in the order in which they were asked for."""
 
     @property
     def stall_ps(self) -> int:
-        """Time for which backwards waited for copies."""
+        """Time for which the device waited for copies."""
         return sum(wait for ran in self.ran for _, wait in ran.waits)
 
     def run(self, begin_ps: int) -> int:
         """Run the next event from a time on; returns when it ends."""
         is_backward, chunk, microbatch = next(self._events)
-        work = self.chunks[chunk]
-        if not work.groups:
-            length = work.backward_ps if is_backward else work.forward_ps
-            self.ran.append(Ran(begin_ps, begin_ps + length))
-        elif is_backward:
-            self._backward(chunk, microbatch, begin_ps)
-        else:
-            self._forward(chunk, microbatch, begin_ps)
-            self.ran.append(Ran(begin_ps, begin_ps + work.forward_ps))
-        return self.ran[-1].end_ps
-
-    def _forward(self, chunk: int, microbatch: int, begin_ps: int) -> None:
-        own = self._alive[chunk, microbatch] = _Microbatch(chunk, microbatch)
-        for number, group in enumerate(self.chunks[chunk].groups):
-            now = begin_ps + group.commit_ps
-            add(self.device, now, group.device_bytes)
-            if self._stays(chunk, microbatch, number):
-                continue
-            begin = max(self._out_free, now)
-            self._out_free = begin + copy_ps(group.host_bytes, self._link.to_host_gb_per_s)
-            self.copied.append(Copied(True, chunk, microbatch, number, begin, self._out_free))
-            own.waiting.append(number)
-            own.out_until[number] = self._out_free
-            add(self.device, self._out_free, -group.device_bytes)
-            self._add_host(now, group, group.host_bytes)
-
-    def _stays(self, chunk: int, microbatch: int, number: int) -> bool:
-        if self._first_step:
-            return False
-        if (chunk, microbatch, number) in self._stay:
-            return True
-        names = [group.name for group in self.chunks[chunk].groups]
-        name = names[number]
-        following = (self._order[at] for at in range(self._next, len(self._order)))
-        front = next(one for one in following if self._has(one[0], name))
-        return front == (chunk, microbatch) and name not in names[number + 1 :]
-
-    def _has(self, chunk: int, name: str) -> bool:
-        return any(group.name == name for group in self.chunks[chunk].groups)
-
-    def _backward(self, chunk: int, microbatch: int, begin_ps: int) -> None:
-        work, own = self.chunks[chunk], self._alive.pop((chunk, microbatch))
-        self._next = self._order.index((chunk, microbatch), self._next) + 1
-        waited, waits = 0, list[tuple[int, int]]()
-        layers: dict[int, int] = {}
-        for turn in work.turns:
-            unit_ps = work.groups[turn.group].unit_ps
-            layers.setdefault(unit_ps, begin_ps + unit_ps + waited)
+        work, waits, waited = self.chunks[chunk], list[tuple[int, int]](), 0
+        if not is_backward:
+            self._alive[chunk, microbatch] = _Microbatch(chunk, microbatch)
+        own = self._alive[chunk, microbatch]
+        if is_backward:
+            del self._alive[chunk, microbatch]
+            self._next += bool(work.groups)
+        for turn in work.turns[is_backward]:
             now = begin_ps + turn.at_ps + waited
-            if turn.is_end:
-                self._ask(own, chunk, now)
-                continue
-            ready = self._ready(own, work, turn.group, now)
+            ready = (self._backward if is_backward else self._forward)(own, turn, now)
             if ready > now:
                 waits.append((turn.at_ps, ready - now))
                 waited += ready - now
-        self._count(own, work, layers)
-        self.ran.append(Ran(begin_ps, begin_ps + work.backward_ps + waited, tuple(waits)))
+        end_ps = begin_ps + (work.backward_ps if is_backward else work.forward_ps) + waited
+        self.ran.append(Ran(begin_ps, end_ps, tuple(waits)))
+        return end_ps
 
-    def _ready(self, own: _Microbatch, work: ChunkWork, number: int, now: int) -> int:
-        """When a group's backward may begin. As in `on_group_commit_backward`, it waits for the
-        first group of its name that was asked for, which may be another one if it stayed itself."""
-        group = work.groups[number]
-        named = (one for one in own.asked if work.groups[one].name == group.name)
-        first = next(named, None)
-        if first is not None:
-            own.asked.remove(first)
-            now = max(now, own.back_at[first])
-        if number in own.out_until and number not in own.back_at:
-            own.back.add(number)
-            self._add_host(now, group, -group.host_bytes)
-            begin = max(now, own.out_until[number])
-            now = begin + copy_ps(group.host_bytes, self._link.to_device_gb_per_s)
-            self._note_back(own, number, begin, now)
+    def _forward(self, own: _Microbatch, turn: Turn, now: int) -> int:
+        """When a forward goes on after a turn."""
+        device_bytes = self._group(own, turn.group).record.device_bytes
+        if turn.waits:
+            ready = max(now, own.out_until[turn.group])
+            self._add(ready, -device_bytes)
+            return ready
+        self._add(now, device_bytes)
+        if not self._stays(own, turn.group):
+            end = self._streamed(own, turn.group, now, to_host=True)
+            own.out_until[turn.group] = end
+            own.waiting.append(turn.group)
+            if not self._whole:
+                self._add(end, -device_bytes)
         return now
 
-    def _ask(self, own: _Microbatch, chunk: int, now: int) -> None:
+    def _stays(self, own: _Microbatch, number: int) -> bool:
+        """Whether a group stays: one that never leaves, or the last of its name in the microbatch
+        whose backward is the next with this name."""
+        if self._whole:
+            return False
+        if (own.chunk, own.microbatch, number) in self._kept:
+            return True
+        names = [group.record.name for group in self.chunks[own.chunk].groups]
+        if names[number] in names[number + 1 :]:
+            return False
+        following = (self._order[at] for at in range(self._next, len(self._order)))
+        front = next(one for one in following if self._has(one[0], names[number]))
+        return front == (own.chunk, own.microbatch)
+
+    def _has(self, chunk: int, name: str) -> bool:
+        return any(group.record.name == name for group in self.chunks[chunk].groups)
+
+    def _backward(self, own: _Microbatch, turn: Turn, now: int) -> int:
+        """When a backward goes on after a turn."""
+        if not turn.waits:
+            self._ask(own, now)
+            return now
+        self._count(own, turn, now)
+        return self._ready(own, turn.group, now)
+
+    def _count(self, own: _Microbatch, turn: Turn, now: int) -> None:
+        """Count device bytes of a group that was there when its layer's backward began."""
+        group = self._group(own, turn.group)
+        layer = own.units.setdefault(group.unit_ps, now - turn.at_ps + group.unit_ps)
+        if turn.group not in own.out_until:
+            self._add(layer, -group.record.device_bytes)
+        elif turn.group in own.asked and own.asked[turn.group][0] < layer:
+            self._add(own.asked[turn.group][0], group.record.device_bytes)
+            self._add(layer, -group.record.device_bytes)
+
+    def _ready(self, own: _Microbatch, number: int, now: int) -> int:
+        """When a group's backward may begin. As in `on_group_commit_backward`, it waits for the
+        first group of its name that was asked for, which may be another one if it stayed itself."""
+        name = self._group(own, number).record.name
+        first = next((one for one in own.due if self._group(own, one).record.name == name), None)
+        if first is not None:
+            own.due.remove(first)
+            now = max(now, own.asked[first][1])
+        if number in own.out_until and number not in own.asked:
+            own.unasked.add(number)
+            now = self._copy(own, number, max(now, own.out_until[number]), to_host=False)
+        return now
+
+    def _ask(self, own: _Microbatch, now: int) -> None:
         """Begin one more copy back, of this microbatch or of the next one."""
-        self._back_free = max(self._back_free, now)
+        if not own.waiting and self._next < len(self._order):
+            own = self._alive.get(self._order[self._next], own)
         if not own.waiting:
-            if self._next == len(self._order):
-                return
-            chunk, microbatch = self._order[self._next]
-            following = self._alive.get((chunk, microbatch))
-            if following is None or not following.waiting:
-                return
-            own = following
-        number = own.waiting.pop()
-        if number in own.back:
             return
-        group = self.chunks[chunk].groups[number]
-        begin = max(self._back_free, own.out_until[number])
-        own.back_at[number] = begin + copy_ps(group.host_bytes, self._link.to_device_gb_per_s)
-        self._back_free = own.back_at[number]
-        self._note_back(own, number, begin, self._back_free)
-        own.asked_at[number] = now
-        own.asked.append(number)
-        self._add_host(now, group, -group.host_bytes)
+        number = own.waiting.pop()
+        if number not in own.unasked:
+            may_begin = max(now, own.out_until[number])
+            own.asked[number] = now, self._streamed(own, number, may_begin, to_host=False)
+            own.due.append(number)
 
-    def _note_back(self, own: _Microbatch, number: int, begin_ps: int, end_ps: int) -> None:
-        copied = Copied(False, own.chunk, own.microbatch, number, begin_ps, end_ps)
-        self.copied.append(copied)
+    def _streamed(self, own: _Microbatch, number: int, now: int, *, to_host: bool) -> int:
+        """Copy a group as soon as the stream is free; returns when that ends."""
+        stream = to_host or self._whole
+        begin = max(now, self._free[stream])
+        self._free[stream] = self._copy(own, number, begin, to_host=to_host)
+        return self._free[stream]
 
-    def _count(self, own: _Microbatch, work: ChunkWork, layers: Mapping[int, int]) -> None:
-        """Device bytes of groups that were there when their layer's backward began."""
-        for number, group in enumerate(work.groups):
-            layer = layers[group.unit_ps]
-            if number not in own.out_until:
-                add(self.device, layer, -group.device_bytes)
-            elif own.asked_at.get(number, layer) < layer:
-                add(self.device, own.asked_at[number], group.device_bytes)
-                add(self.device, layer, -group.device_bytes)
+    def _copy(self, own: _Microbatch, number: int, begin: int, *, to_host: bool) -> int:
+        group, link = self._group(own, number), self._link
+        rate = link.to_host_gb_per_s if to_host else link.to_device_gb_per_s
+        end = begin + copy_ps(group.record.host_bytes, rate)
+        self.copied.append(Copied(to_host, own.chunk, own.microbatch, group, begin, end))
+        return end
 
-    def _add_host(self, now: int, group: CopyGroup, size: int) -> None:
-        add(self.host.setdefault((group.name, group.host_bytes), {}), now, size)
+    def _group(self, own: _Microbatch, number: int) -> CopyGroup:
+        return self.chunks[own.chunk].groups[number]
+
+    def _add(self, now: int, size: int) -> None:
+        self.device[now] = self.device.get(now, 0) + size
 
     @property
     def host_bytes(self) -> int:
         """Host memory that pools come to hold, and keep: the most of each group's name and size, in
         the first step, in which all groups leave. On a stage of several chunks one group of each
         may be counted that is back by then."""
-        own = [Counter((g.name, g.host_bytes) for g in work.groups) for work in self.chunks]
+        own = [Counter((g.record.name, g.record.host_bytes) for g in w.groups) for w in self.chunks]
         most = Counter[tuple[str, int]]()
         for in_flight in self._in_flight:
             for key in set().union(*own):
                 there = sum(n * groups[key] for n, groups in zip(in_flight, own, strict=True))
                 most[key] = max(most[key], there)
         return sum(size * count for (_, size), count in most.items())
+
+    # ---------------------------------------------- bytes beside those of records, once all has run
+
+    def during(self, event: int) -> int:
+        """The most during an event."""
+        return self.most(self.ran[event].begin_ps, self.ran[event].end_ps)
+
+    def by_unit(self, event: int, chunk: int, *, backward: bool) -> Ints:
+        """The most while each unit of the chunk runs."""
+        after = self.ran[event].after
+        spans = self.chunks[chunk].spans(backward=backward)
+        return np.array([self.most(after(first), after(last)) for first, last in spans], np.int64)
+
+    def after(self, event: int) -> int:
+        """The most from the end of an event to the next one."""
+        end = self.ran[event].end_ps
+        last = event + 1 == len(self.ran)
+        return self.most(end, end if last else self.ran[event + 1].begin_ps)
+
+    def most(self, first: int, last: int) -> int:
+        """The most from one time to another, in picoseconds."""
+        times, sizes = self._levels
+        low = int(np.searchsorted(times, first, "right")) - 1
+        high = int(np.searchsorted(times, last, "left"))
+        return int(sizes[max(low, 0) : max(high, low + 1)].max(initial=0))
+
+    @cached_property
+    def _levels(self) -> tuple[Ints, Ints]:
+        """When bytes on the device change, and the bytes from then on."""
+        times = sorted(self.device)
+        sizes = accumulate(self.device[now] for now in times)
+        return np.array(times, np.int64), np.array(list(sizes), np.int64)
 
 
 def _in_flight(events: Sequence[tuple[bool, int, int]], num_chunks: int) -> set[tuple[int, ...]]:
@@ -388,75 +458,88 @@ def copy_ps(host_bytes: int, gb_per_s: float) -> int:
     return round(host_bytes * PS_PER_NS / gb_per_s)
 
 
-def add(changes: Changes, now: int, size: int) -> None:
-    """Note so many bytes more from a time on."""
-    changes[now] = changes.get(now, 0) + size
+def offloads(units: StageUnits) -> bool:
+    """Whether any unit copies anything."""
+    return any(unit.offload_groups for stage in units for chunk in stage for unit in chunk)
 
 
-def levels(changes: Changes) -> Iterator[tuple[int, int]]:
-    """Times at which bytes change, in order, and the bytes from then on."""
-    total = 0
-    for now in sorted(changes):
-        total += changes[now]
-        yield now, total
+def host_link(profile: Profile) -> HostLink:
+    """The profile's; raises ProfileError where it has none."""
+    if profile.host_link is None:
+        raise ProfileError(
+            "The policy offloads activations, and the profile has no host_link, so that nobody "
+            "knows how long copies take. Add host_link (docs/files.md), or leave offload out."
+        )
+    return profile.host_link
 
 
 @dataclass(frozen=True)
-class StageBytes:
-    """Bytes beside those of records, at any time of one stage's step."""
+class OffloadedStep:
+    """A step replayed with its copies."""
 
-    chunks: Sequence[tuple[Unit, ...]]
-    ran: Sequence[Ran]
-    """The run of every event."""
-    times: Ints
-    """When bytes change."""
-    bytes: Ints
-    """The bytes from then on."""
-
-    @classmethod
-    def of(
-        cls, chunks: Sequence[tuple[Unit, ...]], ran: Sequence[Ran], changes: Changes
-    ) -> StageBytes:
-        """The bytes of a stage's units, events and changes."""
-        times, sizes = zip(*levels(changes), strict=True) if changes else ((), ())
-        return cls(chunks, ran, np.array(times, np.int64), np.array(sizes, np.int64))
-
-    def during(self, event: int) -> int:
-        """The most during an event."""
-        ran = self.ran[event]
-        return self.most(ran.begin_ps, ran.end_ps)
-
-    def by_unit(self, event: int, chunk: int, *, backward: bool) -> Ints:
-        """The most while each unit of the chunk runs."""
-        ran, offsets = self.ran[event], self._offsets[chunk][backward]
-        found = [
-            self.most(ran.begin_ps + _waited(ran, first), ran.begin_ps + _waited(ran, last))
-            for first, last in offsets
-        ]
-        return np.array(found, np.int64)
-
-    @cached_property
-    def _offsets(self) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
-        return [_windows(units) for units in self.chunks]
-
-    def most(self, first: int, last: int) -> int:
-        """The most from one time to another, in picoseconds."""
-        low = int(np.searchsorted(self.times, first, "right")) - 1
-        high = int(np.searchsorted(self.times, last, "left"))
-        found = self.bytes[max(low, 0) : max(high, low + 1)]
-        return int(found.max(initial=0))
+    schedule: Schedule
+    """The replayed schedule; a long step has fewer microbatches in it."""
+    step_ms: float
+    stages: tuple[StageCopies, ...]
 
 
-def _windows(
-    units: Sequence[Unit],
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """When each unit computes, in a forward and in a backward."""
-    forward = [0, *accumulate(unit.forward_ps for unit in units)]
-    backward = [0, *accumulate(unit.backward_ps for unit in reversed(units))]
-    ahead = list(pairwise(forward))
-    return ahead, list(pairwise(backward))[::-1]
+def offloaded_step(
+    schedule: Schedule, units: StageUnits, residual: Ints, link: HostLink
+) -> OffloadedStep:
+    """Replay a step with its copies.
+
+    Args:
+        schedule: the order of events.
+        units: the units of every stage and chunk.
+        residual: time of every event besides its units, in ps, `[direction, stage, chunk]`.
+        link: to host memory.
+
+    Raises PolicyError for whole layers that leave where Megatron refuses it.
+    """
+    if sum(map(len, units)) > 1 and any(moves_whole_layers(c) for own in units for c in own):
+        raise PolicyError(f"Megatron refuses {WHOLE_LAYER} with several pipeline stages.")
+    works = [
+        [ChunkWork.of(*own) for own in zip(of_stage, *each, strict=True)]
+        for of_stage, *each in zip(units, *residual.tolist(), strict=True)
+    ]
+    period = schedule.group_size if schedule.num_chunks > 1 else schedule.num_stages
+    short = _short(schedule, period)
+    stages, finish_ps = _replay(short, works, link)
+    more = schedule.num_microbatches - short.num_microbatches
+    if more:
+        shorter = replace(short, num_microbatches=short.num_microbatches - period)
+        finish_ps += (finish_ps - _replay(shorter, works, link)[1]) * more / period
+    return OffloadedStep(short, finish_ps / PS_PER_MS, stages)
 
 
-def _waited(ran: Ran, at_ps: int) -> int:
-    """How long after an event's begin it has computed so much."""
-    return at_ps + sum(wait for waited_at, wait in ran.waits if waited_at < at_ps)
+def _short(schedule: Schedule, period: int) -> Schedule:
+    """The schedule, or one of fewer microbatches with the same begin and end; a long one repeats
+    after `period` microbatches."""
+    each = 2 * schedule.num_chunks * schedule.num_stages
+    m = schedule.num_microbatches
+    most = max(MOST_EVENTS // each, schedule.shortened().num_microbatches + 2 * period)
+    if m <= most:
+        return schedule
+    return replace(schedule, num_microbatches=most - (most - m) % period)
+
+
+def _replay(
+    schedule: Schedule, works: Sequence[Sequence[ChunkWork]], link: HostLink
+) -> tuple[tuple[StageCopies, ...], float]:
+    """Every stage with all its events, and when the last one ends, in ps."""
+    stages = []
+    for stage, chunks in enumerate(works):
+        order = zip(*(part.tolist() for part in schedule.order(stage)), strict=True)
+        stages.append(StageCopies(chunks, list(order), link))
+    slots = block(schedule, 0, num_slots(schedule))
+    finish = [[0] * len(stages) for _ in range(slots.lookback + slots.shape[0])]
+    for number in range(slots.shape[0]):
+        row = slots.lookback + number
+        for stage, copies in enumerate(stages):
+            finish[row][stage] = finish[row - 1][stage]
+            event = slots.input(number, stage)
+            if event is not None:
+                arrived = 0 if event.row is None else finish[event.row][event.stage]
+                taken = 0 if event.receiver is None else finish[row - 2][event.receiver]
+                finish[row][stage] = copies.run(max(finish[row - 1][stage], arrived, taken))
+    return tuple(stages), max(finish[-1])

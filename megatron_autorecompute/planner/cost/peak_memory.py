@@ -20,7 +20,7 @@ from operator import mul
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.cost import overlap, p2p_tensors
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.cost.copies import StageBytes
+from megatron_autorecompute.planner.cost.copies import StageCopies
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment, decisive_moments
 from megatron_autorecompute.planner.cost.schedule import Direction, Schedule
@@ -252,7 +252,7 @@ def stage_peak(
     stage: int,
     columns: Sequence[ChunkColumns],
     moments: Sequence[Moment],
-    copies: StageBytes | None = None,
+    copies: StageCopies | None = None,
 ) -> Peak:
     """The highest moment of a stage; the first one if several are equal.
 
@@ -327,7 +327,7 @@ def _highest_with(
     columns: Sequence[ChunkColumns],
     moment: Moment,
     boundary_bytes: int,
-    copies: StageBytes,
+    copies: StageCopies,
     number: int,
 ) -> tuple[int, int, int]:
     """The highest bytes of what runs in an event beside its copies, in which unit, and theirs."""

@@ -10,14 +10,14 @@ import numpy as np
 
 from megatron_autorecompute.planner.cost import two_clocks
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
-from megatron_autorecompute.planner.cost.layout import Chunk, Layout
-from megatron_autorecompute.planner.cost.offloaded_step import (
+from megatron_autorecompute.planner.cost.copies import (
     OffloadedStep,
     StageUnits,
     host_link,
     offloaded_step,
     offloads,
 )
+from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.planner.cost.peak_memory import (
     Peak,
     StageBase,
@@ -287,7 +287,7 @@ class PolicyCosts:
     def _offloaded(self, units: StageUnits) -> OffloadedStep | None:
         if not offloads(units):
             return None
-        return offloaded_step(self.schedule, units, self._residual, host_link(self.profile))
+        return offloaded_step(self.schedule, units, self._residual.both, host_link(self.profile))
 
     def _peaks(
         self, bound: Bound, policy: RecomputePolicy, step: OffloadedStep | None
@@ -305,7 +305,7 @@ class PolicyCosts:
         columns = [ChunkColumns(c, self._chunk_units(bound, c, policy)) for c in chunks]
         moments = every_moment(self.profile, step.schedule, stage)
         base = self._base(stage, bound)
-        return stage_peak(base, stage, columns, moments, step.bytes_of(stage))
+        return stage_peak(base, stage, columns, moments, step.stages[stage])
 
     def _base(self, stage: int, bound: Bound) -> StageBase:
         if (stage, bound) not in self._bases:

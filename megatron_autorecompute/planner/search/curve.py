@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from megatron_autorecompute.planner.cost.two_clocks import knows_host
 from megatron_autorecompute.planner.search.manual import (
-    host_over,
+    has_room,
     may_offload,
     settings_of_modules,
     settings_of_whole_layers,
 )
-from megatron_autorecompute.planner.search.offload import OffloadSearch, spread, without_offload
+from megatron_autorecompute.planner.search.offload import mixed, spreads, without_offload
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import deciding
 from megatron_autorecompute.planner.search.stage import Stage
@@ -20,7 +20,7 @@ from megatron_autorecompute.planner.search.stage_problem import StageChoice, put
 from megatron_autorecompute.policy import RecomputePolicy
 
 _RELAXED_POINTS = 24
-"""The most points of the curve without copy times: each of its policies is replayed thrice."""
+"""The most points of the curve without copy times: each of its policies is replayed twice."""
 Progress = Callable[[float], None]
 """Called with the share that is done."""
 
@@ -68,7 +68,7 @@ def pareto(
 
 def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[CurvePoint, ...]:
     """Points of policies found without offload or copy times, replayed with their copies."""
-    relaxed = OffloadSearch(problem).relaxed
+    relaxed = mixed(problem, 1.0)
     number = min(points, _RELAXED_POINTS)
     found = _least_busy(relaxed, number, lambda share: progress(share / 2))
     without = without_offload(problem)
@@ -76,13 +76,14 @@ def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[CurveP
     texts = dict.fromkeys(point.recompute_policy for point in (*found, *plain))
     num_layers = problem.profile.num_layers
     policies = [RecomputePolicy.parse(text, num_layers=num_layers) for text in texts]
-    spreads = [spread(problem, own, late=late) for own in policies for late in (False, True)]
     settings = settings_of_whole_layers(problem) + settings_of_modules(problem)
-    tried = list(dict.fromkeys((*policies, *spreads, *settings)))
+    tried = list(
+        dict.fromkeys((*(other for own in policies for other in spreads(problem, own)), *settings))
+    )
     replayed = []
     for number, policy in enumerate(tried, start=1):
-        cost = problem.cost(policy)
-        if host_over(problem, cost) == 0:
+        if has_room(problem, policy):
+            cost = problem.cost(policy)
             peak_bytes = cost.peak_high_bytes
             replayed.append(CurvePoint(peak_bytes, cost.step_ms, peak_bytes, policy.format()))
         progress(0.5 + 0.5 * number / len(tried))

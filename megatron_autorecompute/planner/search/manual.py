@@ -9,7 +9,7 @@ layers and not for all. So the best of them is exact.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -18,8 +18,7 @@ import numpy as np
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.megatron_fields import RUNS_FOREVER, has_linear_bias, runs_forever
 from megatron_autorecompute.planner.cost.arrays import Ints
-from megatron_autorecompute.planner.cost.copies import copy_ps
-from megatron_autorecompute.planner.cost.offloaded_step import host_link
+from megatron_autorecompute.planner.cost.copies import host_link
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.stage_times import residual_times, times_of
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable
@@ -166,7 +165,7 @@ def settings_of_modules(problem: Problem) -> tuple[RecomputePolicy, ...]:
                 manual_policy(problem, replace(setting, offload=offload))
             )
             if problem.may_be(policy):
-                _least_ms(problem, policy)
+                _busy_ms(problem, policy)
                 found[policy] = None
         except (PolicyError, ProfileError):
             continue  # a layer has no record of it
@@ -192,44 +191,37 @@ def settings_of_whole_layers(problem: Problem) -> tuple[RecomputePolicy, ...]:
     )
 
 
-def fastest_setting(
-    problem: Problem, policies: Sequence[RecomputePolicy]
-) -> RecomputePolicy | None:
-    """The policy with the shortest step that fits, of some; None where none does."""
-    best: tuple[RecomputePolicy, PolicyCost] | None = None
-    for policy in policies:
-        if best is not None and _least_ms(problem, policy) >= best[1].step_ms:
-            continue
-        if not may_fit(problem, policy):
+def fastest_of_modules(problem: Problem) -> RecomputePolicy | None:
+    """Megatron's fastest setting that offloads modules and fits; None where none does."""
+    best: RecomputePolicy | None = None
+    for policy in settings_of_modules(problem):
+        shorter = best is None or _busy_ms(problem, policy) < problem.cost(best).step_ms
+        if not shorter or not may_fit(problem, policy):
             continue
         cost = problem.cost(policy)
-        fitting = fits(problem, cost) and not host_over(problem, cost)
-        if fitting and (best is None or cost.step_ms < best[1].step_ms):
-            best = policy, cost
-    return None if best is None else best[0]
+        shorter = best is None or cost.step_ms < problem.cost(best).step_ms
+        if shorter and fits(problem, cost) and has_room(problem, policy):
+            best = policy
+    return best
 
 
 def fastest_whole(problem: Problem) -> RecomputePolicy | None:
-    """Megatron's fastest `cpu_offloading/N` that fits; None where none does."""
-    return fastest_setting(problem, settings_of_whole_layers(problem))
+    """Megatron's fastest `cpu_offloading/N` that fits; None where none does. It is that of the
+    fewest layers: where more leave, each must have left sooner, and is asked for later."""
+    for policy in settings_of_whole_layers(problem):
+        if may_fit(problem, policy) and fits(problem, problem.cost(policy)):
+            return policy if has_room(problem, policy) else None
+    return None
 
 
-def host_over(problem: Problem, cost: PolicyCost) -> int:
-    """Bytes beyond what a device's copies may take of host memory, on all stages."""
+def has_room(problem: Problem, policy: RecomputePolicy) -> bool:
+    """Whether a device's copies have room in host memory, on every stage."""
     most = host_link(problem.profile).host_bytes
-    return sum(max(0, own.host_bytes - most) for own in cost.stages)
+    return all(own.host_bytes <= most for own in problem.cost(policy).stages)
 
 
-def _least_ms(problem: Problem, policy: RecomputePolicy) -> float:
-    """What its step does not take less than: what a stage computes, and all copies of whole
-    layers, which share a stream."""
-    layout, m = problem.layout, problem.schedule.num_microbatches
-    table, link = problem.table, host_link(problem.profile)
-    residual = residual_times(table, layout)
-    busy_ps, copied_ps = times_of(table.units(layout, policy)).plus(residual).busy.max(), 0
-    for layer in range(policy.layers.count(WHOLE)):
-        record = table.record(layer, WHOLE)
-        for group in () if record is None else record.offload_groups:
-            copied_ps += copy_ps(group.host_bytes, link.to_host_gb_per_s)
-            copied_ps += copy_ps(group.host_bytes, link.to_device_gb_per_s)
-    return m * max(int(busy_ps), copied_ps) / PS_PER_MS
+def _busy_ms(problem: Problem, policy: RecomputePolicy) -> float:
+    """What the busiest stage computes in a step."""
+    table, layout = problem.table, problem.layout
+    busy = times_of(table.units(layout, policy)).plus(residual_times(table, layout)).busy
+    return problem.schedule.num_microbatches * float(busy.max()) / PS_PER_MS

@@ -1,20 +1,19 @@
 """The shortest step where layers may also offload.
 
 Copies couple what the searches of stages keep apart: a backward waits for its own copies, and
-memory is free only when they have ended. So two simpler problems are solved exactly, and plans
-between them are searched:
+memory is free only when they have ended. So a simpler problem is solved exactly, for some mixtures,
+and replayed with its copies:
 
-- *Relaxed*: copies take no time. Offload is then a choice like any other, and the exact search
-  finds the shortest step. No policy has a shorter step with its waits.
-- *Mixed*: a stage takes at least what it computes, and at least what it copies back, so at least
-  any mixture of the two. The exact search finds the least mixture.
-- The plans of both, and the plan without offload, are replayed with their copies. Then they are
-  changed: spread over the layers of a chunk, and made leaner where copies under way took too much.
+- A stage takes at least what it computes, and at least what it copies back, so at least any mixture
+  of the two. The exact search finds the least mixture. If it is all computing, no policy has a
+  shorter step with its waits; if nearly all, what may stay stays.
+- What is found is spread over the layers of a chunk. Where copies under way take too much, the
+  budget is lowered until the true peak fits (`stage.shrunk`).
 
-The larger of both bounds is what is proven. Copies back run one after the other; for each
-microbatch and chunk one group of each name may be missing from them: the last group stays on the
-device where the backward follows the forward at once, and the backward itself makes a copy that was
-not begun in time.
+The largest bound is what is proven. Copies back run one after the other; for each microbatch and
+chunk one group of each name may be missing from them: the last group stays on the device where the
+backward follows the forward at once, and the backward itself makes a copy that was not begun in
+time.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import partial
 
-from megatron_autorecompute.planner.cost.offloaded_step import MOST_EVENTS, host_link
+from megatron_autorecompute.planner.cost.copies import host_link
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from megatron_autorecompute.planner.search.manual import (
-    fastest_setting,
+    fastest_of_modules,
     fastest_whole,
-    host_over,
+    fits,
+    has_room,
     may_offload,
-    settings_of_modules,
     settings_of_whole_layers,
 )
 from megatron_autorecompute.planner.search.problem import Problem
@@ -41,96 +40,104 @@ from megatron_autorecompute.planner.search.shortest import shortest
 from megatron_autorecompute.planner.search.solution import Solution, proven
 from megatron_autorecompute.planner.search.stage import Less, shrunk
 from megatron_autorecompute.planner.search.stage_problem import OnlyChoices, put_together
-from megatron_autorecompute.policy import WHOLE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import WHOLE, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, LayerKind, Profile
 from megatron_autorecompute.units import gib
 from megatron_autorecompute.work_order import contains
 
-SHARES = (0.75, 0.5, 0.25)
+SHARES = (0.99, 0.5, 0.25)
 """The shares of computing in the mixtures that are tried; copies have the rest."""
 WITH_OFFLOAD = "With offload"
 """How the sentence begins that says what offload gains."""
-_REPAIRS = 5
-"""Searches of leaner choices from one start: each costs up to three replays."""
-_LESS = 32
-"""Replays in which copies are left out that a found policy does not need."""
-_WORK = 1 << 17
-"""Events that a search replays."""
-_REPLAYS = (24, 160)
-"""The number of replays, at least and at most."""
+_TRIES = 5
+"""Budgets that are tried for one mixture; the plan of each is replayed up to twice."""
 
 
-class OffloadSearch:
-    """The search of one problem."""
+def shortest_with_offload(problem: Problem) -> Solution | None:
+    """The best policy found under every stage's budget, and what is proven of it; None if nothing
+    fits, even if copies took no time.
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.link = problem, host_link(problem.profile)
+    It is never slower than any setting of Megatron's that fits, those that offload included.
+    """
+    without = without_offload(problem)
+    plain = None if without is None else shortest(without)
+    whole = fastest_whole(problem)
+    others = [] if whole is None else [whole]
+    known = others if plain is None else [*others, plain.policy]
+    if may_offload(problem, only_modules=True):
+        bound_ms, known = _by_modules(problem, known)
+    else:
+        bound_ms = None if plain is None else plain.step_evidence.bound_ms
+    if not known:
+        return None
+    # The fastest setting of whole layers is exact, and the other bounds do not know it.
+    bounds = [problem.cost(policy).step_ms for policy in others]
+    bounds += [] if bound_ms is None else [bound_ms]
+    best = min(known, key=partial(_longer, problem))
+    found = proven(problem, best, min(bounds, default=None), others)
+    plain_ms = math.inf if plain is None else plain.cost.step_ms
+    return replace(found, without_offload_ms=plain_ms)
 
-    @cached_property
-    def relaxed(self) -> Problem:
-        """The problem as if copies took no time."""
-        return self._mixed(1.0)
 
-    def _mixed(self, share: float) -> Problem:
-        return replace(self.problem, profile=without_copies(self.problem.profile, self.link, share))
+def _longer(problem: Problem, policy: RecomputePolicy) -> tuple[float, int]:
+    """What is to be the least: the step, then what is in host memory."""
+    cost = problem.cost(policy)
+    step_ms = cost.step_ms if has_room(problem, policy) else math.inf
+    return step_ms, sum(stage.host_bytes for stage in cost.stages)
 
-    def solve(self) -> Solution | None:
-        """The best policy found under every stage's budget, and what is proven of it; None if
-        nothing fits, even if copies took no time.
 
-        It is never slower than any setting of Megatron's that fits, those that offload included.
-        """
-        without = without_offload(self.problem)
-        plain = None if without is None else shortest(without)
-        whole = fastest_whole(self.problem)
-        found = self._by_groups(plain, whole)
-        if whole is not None:
-            found = self._or_whole(found, whole)
-        plain_ms = math.inf if plain is None else plain.cost.step_ms
-        return found and replace(found, without_offload_ms=plain_ms)
+def _by_modules(
+    problem: Problem, known: Sequence[RecomputePolicy]
+) -> tuple[float | None, list[RecomputePolicy]]:
+    """A bound in ms on policies of which no layer leaves as a whole, and the best that fit."""
+    relaxed = shortest(mixed(problem, 1.0))
+    if relaxed is None:
+        return None, [*known]
+    bound_ms = relaxed.step_evidence.bound_ms or 0.0
+    if any(problem.cost(policy).step_ms <= bound_ms for policy in known):
+        return bound_ms, [*known]
+    own = fastest_of_modules(problem)
+    found = [*known, *([] if own is None else [own])]
+    found += [
+        policy
+        for policy in spreads(problem, relaxed.policy)
+        if fits(problem, problem.cost(policy)) and has_room(problem, policy)
+    ]
+    for share in SHARES:
+        policy, bounds = _least_mixture(problem, share)
+        found += [] if policy is None else [policy]
+        bound_ms = max(bound_ms, *bounds)
+    return bound_ms, found
 
-    def _or_whole(self, found: Solution | None, whole: RecomputePolicy) -> Solution:
-        """What was found, or layers that leave as a whole if their step is shorter."""
-        whole_ms = self.problem.cost(whole).step_ms
-        if found is None:
-            return proven(self.problem, whole, whole_ms, [whole])
-        best = found.policy if found.cost.step_ms <= whole_ms else whole
-        bound_ms = min(whole_ms, found.step_evidence.bound_ms or 0.0)
-        return proven(self.problem, best, bound_ms, [whole])
 
-    def _by_groups(self, plain: Solution | None, whole: RecomputePolicy | None) -> Solution | None:
-        """The best where layers offload otherwise than as a whole, or not at all."""
-        if not may_offload(self.problem, only_modules=True):
-            return plain
-        relaxed = shortest(self.relaxed)
-        if relaxed is None:
-            return None
-        others = [] if whole is None else [whole]
-        known = [*([] if plain is None else [plain.policy]), *others]
-        bound_ms = relaxed.step_evidence.bound_ms or 0.0
-        for policy in known:
-            if self.problem.cost(policy).step_ms <= bound_ms:
-                return proven(self.problem, policy, bound_ms, others)
-        own = fastest_setting(self.problem, settings_of_modules(self.problem))
-        known += [] if own is None else [own]
-        starts = [*known, relaxed.policy]
-        for share in SHARES:
-            policy, bounds = self._start(share)
-            starts.append(policy)
-            bound_ms = max(bound_ms, *bounds)
-        best = _Replays(self).best(starts, bound_ms)
-        return None if best is None else proven(self.problem, best, bound_ms, others)
+def _least_mixture(
+    problem: Problem, share: float
+) -> tuple[RecomputePolicy | None, Sequence[float]]:
+    """The best policy of the least mixtures that truly fits, and bounds on the step in ms."""
+    stages = mixed(problem, share).stages.all
+    first = [stage.fastest(budget) for stage, budget in zip(stages, problem.budgets, strict=True)]
+    least = [choice for choice in first if choice is not None]
 
-    def _start(self, share: float) -> tuple[RecomputePolicy, list[float]]:
-        """The least busy choices in a mixture, and its bounds on the step in ms."""
-        problem = self._mixed(share)
-        choices = [
-            stage.fastest(budget)
-            for stage, budget in zip(problem.stages.all, problem.budgets, strict=True)
-        ]
+    def search(less: Less) -> RecomputePolicy | None:
+        budgets = [max(0, own.peak_bytes - fewer) for own, fewer in zip(least, less, strict=True)]
+        choices = [stage.fastest(budget) for stage, budget in zip(stages, budgets, strict=True)]
         found = [choice for choice in choices if choice is not None]
-        policy = put_together(problem.layout, [own.policies for own in found])
-        return policy, copy_bounds_ms(self.problem, share, [own.bound_ps for own in found])
+        if len(found) < len(stages):
+            return None
+        policy = put_together(problem.layout, [choice.policies for choice in found])
+        return min(spreads(problem, policy), key=lambda own: (max(0, *over(own)), longer(own)))
+
+    def over(policy: RecomputePolicy) -> list[int]:
+        pairs = zip(problem.cost(policy).stages, problem.budgets, strict=True)
+        return [own.peak_high_bytes - budget for own, budget in pairs]
+
+    def longer(policy: RecomputePolicy) -> tuple[float, int]:
+        return _longer(problem, policy)
+
+    best: RecomputePolicy | None = shrunk(search, over, longer, len(stages), _TRIES)[0]
+    fitting = best is not None and has_room(problem, best)
+    bounds = copy_bounds_ms(problem, share, [choice.bound_ps for choice in least])
+    return best if fitting else None, bounds
 
 
 def without_offload(problem: Problem) -> Problem | None:
@@ -150,7 +157,7 @@ def without_offload(problem: Problem) -> Problem | None:
 def leanest_whole(problem: Problem) -> tuple[RecomputePolicy, PolicyCost] | None:
     """Megatron's `cpu_offloading/N` with the lowest peak that host memory has room for."""
     costs = ((one, problem.cost(one)) for one in settings_of_whole_layers(problem))
-    fitting = [found for found in costs if host_over(problem, found[1]) == 0]
+    fitting = [found for found in costs if has_room(problem, found[0])]
     return min(fitting, key=lambda found: found[1].peak_high_bytes, default=None)
 
 
@@ -170,148 +177,29 @@ def bought(problem: Problem, solution: Solution) -> str:
     )
 
 
-def spread(problem: Problem, policy: RecomputePolicy, *, late: bool) -> RecomputePolicy:
-    """Layers that offload between others of their kind, so that copies have time."""
+def spreads(problem: Problem, policy: RecomputePolicy) -> list[RecomputePolicy]:
+    """The policy, and that with its layers that offload at even distances among others of their
+    kind in a chunk, so that copies have time."""
     layers = list(policy.layers)
     for chunk in problem.layout.chunk_layers():
         for kind in problem.profile.kinds:
             movable = (i for i in chunk if layers[i].group == 1 and layers[i] != WHOLE)
             own = [i for i in movable if i in kind.layers]
-            choices = sorted((layers[i] for i in own), key=lambda choice: not choice.offload)
-            moved = sum(bool(choice.offload) for choice in choices)
-            for index, choice in zip(own, _evenly(choices, moved, late=late), strict=True):
-                layers[index] = choice
-    return RecomputePolicy(tuple(layers))
+            moved = iter([layers[i] for i in own if layers[i].offload])
+            others = iter([layers[i] for i in own if not layers[i].offload])
+            number = sum(bool(layers[i].offload) for i in own)
+            for at, index in enumerate(own):
+                is_moved = (at + 1) * number // len(own) > at * number // len(own)
+                layers[index] = next(moved if is_moved else others)
+    return [policy, RecomputePolicy(tuple(layers))]
 
 
-class _Replays:
-    """The search of one solve."""
-
-    def __init__(self, search: OffloadSearch) -> None:
-        self.search, self.problem = search, search.problem
-        schedule = self.problem.schedule
-        events = 2 * schedule.num_microbatches * schedule.num_chunks * schedule.num_stages
-        least, most = _REPLAYS
-        self.left = min(most, max(least, _WORK // min(events, MOST_EVENTS)))
-        self.tried: set[RecomputePolicy] = set()
-        self.found: tuple[RecomputePolicy, PolicyCost] | None = None
-        """The policy with the fewest bytes too many and, among those, the shortest step."""
-
-    def best(self, starts: Sequence[RecomputePolicy], bound_ms: float) -> RecomputePolicy | None:
-        """The best that fits, from the starts on."""
-        for start in starts:
-            self._try(start)
-        for start in starts:
-            if not self._is_bound(bound_ms):
-                self._improve(start)
-        for start in starts:
-            self._repair(start)
-        self._keep_what_may_stay()
-        return self.found[0] if self.found and not self._over(self.found[1]) else None
-
-    def _keep_what_may_stay(self) -> None:
-        """Leave out copies that neither time nor bytes need, of many layers at once and then of
-        fewer."""
-        self.left += _LESS
-        layers = range(self.problem.profile.num_layers)
-        size = len(layers)
-        while size and self.found is not None:
-            for first in layers[::size]:
-                policy, cost = self.found
-                changes = {
-                    i: replace(policy.layers[i], offload=())
-                    for i in layers[first : first + size]
-                    if policy.layers[i].offload and policy.layers[i] != WHOLE
-                }
-                if not changes or not self._may(changes):
-                    continue
-                plain = _with(policy, changes)
-                kept = self._try(plain)
-                if kept is not None and self._key(kept) <= self._key(cost):
-                    self.found = plain, kept
-            size //= 2
-
-    def _may(self, changes: dict[int, LayerPolicy]) -> bool:
-        kind_of = self.problem.profile.kind_of
-        return all(
-            self.problem.allows(layer, choice) and kind_of(layer).record(choice) is not None
-            for layer, choice in changes.items()
-        )
-
-    def _is_bound(self, bound_ms: float) -> bool:
-        return self.found is not None and self._key(self.found[1]) <= (0, bound_ms)
-
-    def _key(self, cost: PolicyCost) -> tuple[int, float]:
-        return self._over(cost), cost.step_ms
-
-    def _try(self, policy: RecomputePolicy) -> PolicyCost | None:
-        """Its cost; it is the best from now on if it is better. None where no more is replayed."""
-        if policy not in self.tried:
-            if self.left <= 0:
-                return None
-            self.left -= 1
-            self.tried.add(policy)
-        cost = self.problem.cost(policy)
-        if self.found is None or self._key(cost) < self._key(self.found[1]):
-            self.found = policy, cost
-        return cost
-
-    def _over(self, cost: PolicyCost) -> int:
-        """Bytes beyond the budgets, on devices and in host memory."""
-        return sum(max(0, own) for own in self._over_each(cost)) + host_over(self.problem, cost)
-
-    def _over_each(self, cost: PolicyCost) -> list[int]:
-        """Bytes beyond every stage's budget, negative where it fits."""
-        pairs = zip(cost.stages, self.problem.budgets, strict=True)
-        return [own.peak_high_bytes - budget for own, budget in pairs]
-
-    def _improve(self, policy: RecomputePolicy) -> None:
-        for late in (False, True):
-            self._try(spread(self.problem, policy, late=late))
-
-    def _repair(self, start: RecomputePolicy) -> None:
-        """Leaner choices where bytes of copies under way exceed the budgets."""
-        alone = self.search.relaxed.cost(start).stages
-        most = [
-            min(own.peak_high_bytes, budget)
-            for own, budget in zip(alone, self.problem.budgets, strict=True)
-        ]
-
-        def leaner(less: Less) -> PolicyCost | None:
-            policy = self._chosen(most, less) if any(less) else start
-            if policy is None:
-                return None
-            self._improve(policy)
-            return self._try(policy)
-
-        shrunk(leaner, self._over_each, lambda own: own.step_ms, len(most), _REPAIRS)
-
-    def _chosen(self, most: Sequence[int], less: Less) -> RecomputePolicy | None:
-        """The least busy choices with so many bytes less, as if copies took no time."""
-        relaxed = self.search.relaxed
-        choices = [
-            stage.fastest(max(0, budget - own))
-            for stage, budget, own in zip(relaxed.stages.all, most, less, strict=True)
-        ]
-        found = [choice.policies for choice in choices if choice is not None]
-        return put_together(self.problem.layout, found) if len(found) == len(most) else None
-
-
-def _with(policy: RecomputePolicy, changes: dict[int, LayerPolicy]) -> RecomputePolicy:
-    layers = (changes.get(i, choice) for i, choice in enumerate(policy.layers))
-    return RecomputePolicy(tuple(layers))
-
-
-def _evenly(choices: list[LayerPolicy], moved: int, *, late: bool) -> Iterator[LayerPolicy]:
-    """The first `moved` of some choices at even distances among the others, each at the begin or at
-    the end of its share."""
-    first, others, total = iter(choices[:moved]), iter(choices[moved:]), len(choices)
-
-    def before(i: int) -> int:
-        return i * moved // total if late else -(-i * moved // total)
-
-    for i in range(total):
-        yield next(first) if before(i + 1) > before(i) else next(others)
+def mixed(problem: Problem, share: float) -> Problem:
+    """The problem without copies, whose times are mixtures; as if copies took no time where all
+    is computing."""
+    return replace(
+        problem, profile=without_copies(problem.profile, host_link(problem.profile), share)
+    )
 
 
 _ROUNDED_PS = 2

@@ -14,7 +14,7 @@ from dataclasses import replace
 from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.planner.cost.two_clocks import knows_host, mixed
 from megatron_autorecompute.planner.search.manual import fits, may_offload
-from megatron_autorecompute.planner.search.offload import OffloadSearch, leanest_whole
+from megatron_autorecompute.planner.search.offload import leanest_whole, shortest_with_offload
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.shortest import shortest
 from megatron_autorecompute.planner.search.solution import Solution, proven
@@ -46,7 +46,7 @@ def solve(problem: Problem) -> Solution:
 def try_solve(problem: Problem) -> Solution | None:
     """The solution, or None if nothing fits; for searches that try many problems."""
     if may_offload(problem):
-        return OffloadSearch(problem).solve()
+        return shortest_with_offload(problem)
     return shortest_of_clocks(problem) if knows_host(problem.profile) else shortest(problem)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class _Budget:
 def shrunk(
     search: Callable[[Less], _Found | None],
     over: Callable[[_Found], Sequence[int]],
-    worse: Callable[[_Found], float],
+    worse: Callable[[_Found], Any],
     number: int = 1,
     tries: int = TRIES,
 ) -> tuple[_Found | None, Less]:
