@@ -18,15 +18,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_autorecompute.compat import versions
-from megatron_autorecompute.meta import (
-    attention,
-    expert_rows,
-    ops,
-)
+from megatron_autorecompute.compat import layer_specs, model_layers, versions
+from megatron_autorecompute.meta import attention, expert_rows, mixers, ops
 from megatron_autorecompute.patched import patched
 
 
@@ -679,46 +674,17 @@ def _tensor_group(is_expert: bool) -> Any:
 # --------------------------------------------------------------------------------- putting in place
 
 
-class StandIns(BackendSpecProvider):
-    """Gives stand-ins to Megatron's own layer specs, where TESpecProvider gives TE's modules."""
-
-    def linear(self) -> type:
-        """A linear layer that is not split."""
-        return Linear
-
-    def column_parallel_linear(self) -> type:
-        """A linear layer with its output split."""
-        return ColumnLinear
-
-    def row_parallel_linear(self) -> type:
-        """A linear layer with its input split."""
-        return RowLinear
-
-    def fuse_layernorm_and_linear(self) -> bool:
-        """True, as for TE."""
-        return True
-
-    def column_parallel_layer_norm_linear(self) -> type:
-        """Norm and linear layer in one."""
-        return NormColumnLinear
-
-    def layer_norm(self, *_: Any, **__: Any) -> type:
-        """A norm by itself."""
-        return Norm
-
-    def core_attention(self) -> type:
-        """Fused attention."""
-        return Attention
-
-    def activation_func(self) -> None:
-        """The activation; None: Megatron's own."""
-        return None
-
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *_: Any) -> Any:
-        """Experts, with grouped products or one after the other."""
-        if not moe_use_grouped_gemm:
-            return versions.sequential_mlp(ColumnLinear, RowLinear)
-        return versions.grouped_mlp(GroupedColumnLinear, GroupedRowLinear)
+LAYERS = {
+    "TELinear": Linear,
+    "TEColumnParallelLinear": ColumnLinear,
+    "TELayerNormColumnParallelLinear": NormColumnLinear,
+    "TERowParallelLinear": RowLinear,
+    "TEColumnParallelGroupedLinear": GroupedColumnLinear,
+    "TERowParallelGroupedLinear": GroupedRowLinear,
+    "TENorm": Norm,
+    "TEDotProductAttention": Attention,
+}
+"""The stand-ins by their names in megatron-core's extensions/transformer_engine.py."""
 
 
 def rotate(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -738,10 +704,6 @@ def _mla_kv(
     **__: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _MlaRotation.apply(kv, k_position, k_width, v_width)
-
-
-def _loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return _CrossEntropy.apply(logits)
 
 
 def _general_gemm(
@@ -777,12 +739,12 @@ def _frees_quantised(original: Any) -> Any:
     return should_free_input
 
 
-def _backend(original: Any, implementation: str) -> Any:
-    return StandIns() if implementation == "transformer_engine" else original(implementation)
+Replacements = dict[str, dict[str, Any]]
+"""By modules below megatron.core, names in them and what takes their places."""
 
 
-def _compiled() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The replacements of functions that Megatron has torch compile."""
+def _compiled() -> Replacements:
+    """Of functions that Megatron has torch compile."""
 
     def gate(x: Any, bias: Any, in_fp8: bool = False, *_: Any) -> Any:
         return _Gated.apply(x, None, in_fp8)
@@ -793,120 +755,147 @@ def _compiled() -> Iterator[tuple[Any, dict[str, Any]]]:
     def quick_gate(x: Any, weights: Any, in_fp8: bool, *_: Any) -> Any:
         return _Gated.apply(x, weights, in_fp8)
 
-    yield (
-        _module("transformer.mlp"),
-        {
+    original = _module("fusions.fused_cross_entropy").calculate_gradients
+
+    def calculate_gradients(softmax: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """`grad_2d[...] -= ...` writes to its input where it runs as it is; inductor makes an
+        `index_put` of it, whose result is a tensor of its own, in fp32."""
+        result = softmax.clone()
+        gradient: torch.Tensor = original(softmax, *rest)
+        del result
+        return gradient
+
+    return {
+        "transformer.mlp": {
             "bias_swiglu_impl": gate,
             "bias_geglu_impl": gate,
             "bias_gelu_impl": lambda x, bias: _Pointwise.apply(x, None),
             "weighted_bias_swiglu_impl": weighted_gate,
         },
-    )
-    yield (
-        _module("transformer.moe.experts"),
-        {
+        "transformer.moe.experts": {
             "weighted_bias_swiglu_impl": weighted_gate,
             "weighted_squared_relu_impl": _Pointwise.apply,
         },
-    )
-    # Around it Megatron's own code clamps, and copies what it clamped.
-    yield (
-        _module("fusions.fused_bias_geglu"),
-        {
+        # Around it Megatron's own code clamps, and copies what it clamped.
+        "fusions.fused_bias_geglu": {
             "WeightedQuickGeGLUFunction": SimpleNamespace(apply=quick_gate),
             "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=weighted_gate),
         },
-    )
-    yield _compiled_cross_entropy()
+        "fusions.fused_cross_entropy": {"calculate_gradients": calculate_gradients},
+    }
 
 
 def _module(name: str) -> Any:
     return importlib.import_module("megatron.core." + name)
 
 
-def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
-    module = _module
-    if _settings.compiles:
-        yield from _compiled()
-    yield (
-        module("models.gpt.gpt_layer_specs"),
-        {
-            "TESpecProvider": StandIns,
-            "TENorm": Norm,
-            "HAVE_TE": True,
+def _of_hybrids() -> Replacements:
+    """For a HybridModel's layers, and latent MoE's linear layers."""
+    variants = "transformer.experimental_attention_variant."
+    places = {
+        module: {name: functools.partial(_on_meta, function)}
+        for module, name, function in layer_specs.places_of_packed_tokens()
+    }
+    delta = "ssm.gated_delta_net."
+    return {
+        "models.hybrid.hybrid_block": LAYERS,
+        "ssm.mamba_mixer": {
+            "HAVE_MAMBA_SSM": True,
+            "HAVE_EINOPS": True,
+            "MAMBA_HAS_STATE_DTYPE": False,
+            "_check_mamba_sequence_packing_support": lambda **_: (True, None),
+            "RMSNormGated": mixers.GroupNorm,
+            "ExtendedRMSNorm": mixers.GroupNorm,
+            "mamba_split_conv1d_scan_combined": mixers.split_conv1d_scan,
+            "rearrange": mixers.rearrange,
         },
+        "ssm.mamba_context_parallel": {
+            "HAVE_EINOPS": True,
+            "repeat": mixers.repeat,
+            "is_te_min_version": lambda *_: True,
+            "tex": mixers.PackedIndices,
+        },
+        delta + "common": {
+            "HAVE_FLA": True,
+            "l2norm": mixers.l2norm,
+            "chunk_gated_delta_rule": mixers.chunk_gated_delta_rule,
+            **places.get(delta + "common", {}),
+        },
+        delta + "gdn": {
+            "causal_conv1d": mixers.causal_conv1d,
+            "chunk_gated_delta_rule": mixers.chunk_gated_delta_rule,
+            **places.get(delta + "gdn", {}),
+        },
+        variants + "absorbed_mla": LAYERS,
+        # fast_hadamard_transform's `HadamardTransformFn` saves nothing, as a rotation does.
+        variants + "dsa": {"hadamard_transform": rotate},
+        "transformer.moe.moe_layer": {"HAVE_TE": True, **LAYERS},
+    }
+
+
+def _on_meta(permutation: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Megatron's places of packed tokens, from ends of samples that are on CPU."""
+    return tuple(places.to("meta") for places in permutation(*args))
+
+
+def _replacements() -> Replacements:
+    provider, specs = "extensions.transformer_engine_spec_provider", "models.gpt."
+    spec_provider = {"TESpecProvider": _module(provider).TESpecProvider}
+    utils = "transformer.moe.moe_utils"
+    permutation = expert_rows.PERMUTATION.items()
+    weight_gradient = SimpleNamespace(
+        wgrad_gemm_accum_fp32=_weight_gradient, wgrad_gemm_accum_fp16=_weight_gradient
     )
-    yield module("transformer.multi_token_prediction"), {"TESpecProvider": StandIns}
-    variants = module("models.gpt.experimental_attention_variant_module_specs")
-    yield variants, {"TESpecProvider": StandIns}
-    yield (
-        module("transformer.multi_latent_attention"),
-        {
-            "TELinear": Linear,
-            "TEColumnParallelLinear": ColumnLinear,
+    return {
+        provider: {**LAYERS, "TEActivationOp": None, "is_te_min_version": lambda *_: True},
+        specs + "gpt_layer_specs": {**spec_provider, **LAYERS, "HAVE_TE": True},
+        specs + "experimental_attention_variant_module_specs": spec_provider,
+        "transformer.multi_token_prediction": spec_provider,
+        "transformer.multi_latent_attention": {
+            **LAYERS,
             "fused_apply_mla_rope_for_q": rotate,
             "fused_apply_mla_rope_for_kv": _mla_kv,
             # 0.19 calls it where it recomputes layernorm in fp8, and has None of it without TE.
-            "set_save_original_input": module(
+            "set_save_original_input": _module(
                 "extensions.transformer_engine"
             ).set_save_original_input,
         },
-    )
-    resolver = versions.qk_norm_resolver()
-    if resolver is not None:
-        yield resolver, {"get_backend": functools.partial(_backend, resolver.get_backend)}
-    yield (
-        module("models.common.embeddings.rope_utils"),
-        {"fused_apply_rotary_pos_emb": rotate, "fused_apply_rotary_pos_emb_thd": rotate},
-    )
-    yield (
-        module("fusions.fused_softmax"),
-        {
+        "models.common.embeddings.rope_utils": {
+            "fused_apply_rotary_pos_emb": rotate,
+            "fused_apply_rotary_pos_emb_thd": rotate,
+        },
+        "fusions.fused_softmax": {
             "ScaledUpperTriangMaskedSoftmax": attention.SOFTMAX,
             "ScaledMaskedSoftmax": attention.SOFTMAX,
             "ScaledSoftmax": attention.SOFTMAX,
         },
-    )
-    yield (
-        module("fusions.fused_softmax").FusedScaleMaskSoftmax,
-        {"get_batch_per_block": staticmethod(lambda *_: 1)},
-    )
-    yield module("transformer.moe.router"), {"sinkhorn": _sinkhorn}
-    yield module("transformer.moe.token_dispatcher"), expert_rows.hybrid_ep(_settings.rows)
-    if _settings.precision != "bf16":
-        nodes = versions.schedule_nodes()
-        yield nodes, {"should_free_input": _frees_quantised(nodes.should_free_input)}
-    utils = module("transformer.moe.moe_utils")
-    yield utils, {"te_general_gemm": _general_gemm if _settings.routers_of_te else None}
-    yield utils, {k: v for k, v in expert_rows.PERMUTATION.items() if hasattr(utils, k)}
-    language = module("models.common.language_module.language_module")
-    yield language, {"te_parallel_cross_entropy": _loss}
-    # It would set variables of the environment, for Transformer Engine.
-    yield language.LanguageModule, {"_set_attention_backend": lambda _: None}
-    yield (
-        module("tensor_parallel.layers"),
-        {
-            "fused_weight_gradient_mlp_cuda": SimpleNamespace(
-                wgrad_gemm_accum_fp32=_weight_gradient, wgrad_gemm_accum_fp16=_weight_gradient
-            ),
+        "transformer.moe.router": {"sinkhorn": _sinkhorn},
+        "transformer.moe.token_dispatcher": expert_rows.hybrid_ep(_settings.rows),
+        utils: {
+            "te_general_gemm": _general_gemm if _settings.routers_of_te else None,
+            **{name: made for name, made in permutation if hasattr(_module(utils), name)},
+        },
+        _LANGUAGE: {"te_parallel_cross_entropy": lambda logits, *_: _CrossEntropy.apply(logits)},
+        "tensor_parallel.layers": {
+            "fused_weight_gradient_mlp_cuda": weight_gradient,
             "_grad_accum_fusion_available": True,
         },
-    )
+        **(_compiled() if _settings.compiles else {}),
+        **(_of_hybrids() if model_layers.pattern_types() else {}),
+    }
 
 
-def _compiled_cross_entropy() -> tuple[Any, Any]:
-    fused = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
-    original = fused.calculate_gradients
+_LANGUAGE = "models.common.language_module.language_module"
 
-    def calculate_gradients(softmax: torch.Tensor, *rest: Any) -> torch.Tensor:
-        """Megatron compiles it. `grad_2d[...] -= ...` writes to its input where it runs as it is;
-        inductor makes an `index_put` of it, whose result is a tensor of its own, in fp32."""
-        result = softmax.clone()
-        gradient: torch.Tensor = original(softmax, *rest)
-        del result
-        return gradient
 
-    return fused, {"calculate_gradients": calculate_gradients}
+def _of_classes() -> Iterator[tuple[Any, str, Any]]:
+    softmax = _module("fusions.fused_softmax").FusedScaleMaskSoftmax
+    yield softmax, "get_batch_per_block", staticmethod(lambda *_: 1)
+    # It would set variables of the environment, for Transformer Engine.
+    yield _module(_LANGUAGE).LanguageModule, "_set_attention_backend", lambda _: None
+    if _settings.precision != "bf16":
+        nodes = versions.schedule_nodes()
+        yield nodes, "should_free_input", _frees_quantised(nodes.should_free_input)
 
 
 @contextlib.contextmanager
@@ -916,9 +905,11 @@ def stand_ins(settings: Settings) -> Iterator[None]:
     before, _settings = _settings, settings
     try:
         with contextlib.ExitStack() as undo:
-            for owner, names in _replacements():
-                for name, replacement in names.items():
-                    undo.enter_context(patched(owner, name, replacement))
+            for module, names in _replacements().items():
+                for name, stand_in in names.items():
+                    undo.enter_context(patched(_module(module), name, stand_in))
+            for owner, name, stand_in in _of_classes():
+                undo.enter_context(patched(owner, name, stand_in))
             yield
     finally:
         _settings = before

@@ -210,7 +210,6 @@ def meta_megatron(job: Job) -> Iterator[None]:
         without_cuda.activate(meta=True),
         deterministic(job.resolved.deterministic_mode),
         kernels.stand_ins(settings),
-        hybrid.stand_ins(),
         quiet,
         refusals(job),
     ):
