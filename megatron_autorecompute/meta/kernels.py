@@ -283,46 +283,30 @@ def _mla_gradients(
     return ops.mla_rotate_backward(dk, dv, like_kv, like_position)
 
 
-class _Gated(torch.autograd.Function):
-    """SwiGLU and its like, times the router's weights for experts. Saves: its input, in one byte
-    per element with `activation_func_fp8_input_store`, and the weights. Megatron
-    fusions/fused_bias_swiglu.py `SwiGLUFunction`, `WeightedSwiGLUFunction`, fused_bias_geglu.py
-    `WeightedQuickGeGLUFunction`."""
+class _Activation(torch.autograd.Function):
+    """An activation as one kernel: SwiGLU and its like (`gated`) or one that is not, times the
+    router's weights for experts. Saves: its input, in one byte per element with
+    `activation_func_fp8_input_store`, and the weights. Megatron fusions/fused_bias_swiglu.py
+    `SwiGLUFunction`, `WeightedSwiGLUFunction`, fused_bias_geglu.py `WeightedQuickGeGLUFunction`,
+    fused_weighted_squared_relu.py `WeightedSquaredReLUFunction`, fused_bias_gelu.py `GeLUFunction`
+    (whose bias is a parameter)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, in_fp8: bool
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, gated: bool, in_fp8: bool = False
     ) -> torch.Tensor:
         saved = x if weights is None else _stashed(ctx, x)
         ctx.save_for_backward(
             saved.to(torch.float8_e4m3fn) if in_fp8 and saved is x else saved, weights
         )
-        return ops.gated(x, weights)
+        return (ops.gated if gated else ops.pointwise)(x, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, weights = ctx.saved_tensors
-        x = _restored(ctx, saved)
-        dx, dweights = ops.gated_backward(gradient, x.to(gradient.dtype), weights)
-        return dx, None if weights is None else dweights, None
-
-
-class _Pointwise(torch.autograd.Function):
-    """An activation that is not gated, as one kernel. Saves: its input, and the router's weights.
-    Megatron fusions/fused_weighted_squared_relu.py `WeightedSquaredReLUFunction`,
-    fused_bias_gelu.py `GeLUFunction` (whose bias is a parameter)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x if weights is None else _stashed(ctx, x), weights)
-        return ops.pointwise(x, weights)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved, weights = ctx.saved_tensors
-        x = _restored(ctx, saved)
-        dx, dweights = ops.pointwise_backward(gradient, x, weights)
-        return dx, None if weights is None else dweights
+        x = _restored(ctx, saved).to(gradient.dtype)
+        dx, dweights = ops.activation_backward(gradient, x, weights)
+        return dx, None if weights is None else dweights, None, None
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -396,6 +380,7 @@ class _LinearModule(torch.nn.Module):
         input_size, output_size: the sizes of the whole layer.
         parallel: column, row, or none.
         normed: whether the input goes through a norm first.
+        experts: above 0: weights of so many, whose tokens the dispatcher exchanges.
     """
 
     parallel = "none"
@@ -414,6 +399,7 @@ class _LinearModule(torch.nn.Module):
         is_expert: bool = False,
         parallel_mode: str | None = None,
         tp_group: Any = None,
+        experts: int = 0,
         **_: Any,
     ) -> None:
         super().__init__()
@@ -429,7 +415,7 @@ class _LinearModule(torch.nn.Module):
             output_size //= size
         elif parallel == "row":
             input_size //= size
-        split = parallel != "none" and size > 1
+        split = parallel != "none" and size > 1 and not experts
         sequence = split and config.sequence_parallel and not is_expert
         self.split = _Split(
             self.group,
@@ -439,15 +425,17 @@ class _LinearModule(torch.nn.Module):
             reduces_gradient=split and not sequence and parallel == "column",
         )
         self.precision, self.userbuffers = PRECISIONS[_settings.precision], _settings.userbuffers
-        self._parameters_of(config, input_size, output_size, bias)
+        self._parameters_of(config, (experts,) * (experts > 0), input_size, output_size, bias)
         self.skip_bias_add, self.te_return_bias = skip_bias_add, skip_bias_add and bias
         if is_expert:
             for parameter in self.parameters():
                 parameter.allreduce = False  # type: ignore[attr-defined]
 
-    def _parameters_of(self, config: Any, inputs: int, outputs: int, bias: bool) -> None:
+    def _parameters_of(
+        self, config: Any, each: tuple[int, ...], inputs: int, outputs: int, bias: bool
+    ) -> None:
         def made(*size: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.empty(*size, dtype=config.params_dtype))
+            return torch.nn.Parameter(torch.empty(*each, *size, dtype=config.params_dtype))
 
         self.weight = made(outputs, inputs)
         self.bias = made(outputs) if bias else None
@@ -518,46 +506,15 @@ class RowLinear(_LinearModule):
     parallel = "row"
 
 
-class _GroupedLinear(torch.nn.Module):
+class _GroupedLinear(_LinearModule):
     """Experts of one rank: weight [experts, out, in]. TE pytorch/module/grouped_linear.py."""
 
-    parallel = "column"
-    save_original_input = False
-    shares = ""
-    is_expert = True
+    def __init__(self, num_gemms: int, *sizes: int, pg_collection: Any = None, **more: Any) -> None:
+        group = pg_collection.expt_tp if pg_collection else None
+        more |= {"is_expert": True, "tp_group": group, "experts": num_gemms}
+        super().__init__(*sizes, **more)
 
-    def __init__(
-        self,
-        num_gemms: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        bias: bool = False,
-        skip_bias_add: bool = False,
-        pg_collection: Any = None,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        self.te_return_bias = skip_bias_add and bias
-        self.group = pg_collection.expt_tp if pg_collection else _tensor_group(True)
-        self.config, self.split = config, _Split(self.group)
-        self.adapter: Any = None
-        self.inputs, self.outputs = input_size, output_size
-        ranks = self.group.size()
-        sizes = (output_size // ranks, input_size)
-        if self.parallel == "row":
-            sizes = (output_size, input_size // ranks)
-        self.weight = torch.nn.Parameter(torch.empty(num_gemms, *sizes, dtype=config.params_dtype))
-        self.bias = None
-        if bias:
-            empty = torch.empty(num_gemms, sizes[0], dtype=config.params_dtype)
-            self.bias = torch.nn.Parameter(empty)
-        for parameter in self.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
-        self.precision = PRECISIONS[_settings.precision]
-
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: torch.Tensor, tokens_per_expert: Any
     ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """x [tokens, in], sorted by expert, to [tokens, out]. Biases are added in the product, or
@@ -570,12 +527,11 @@ class _GroupedLinear(torch.nn.Module):
             return y, None
         return y, list(self.bias)
 
-    def backward_dw(self) -> None:
-        """Weight gradients are never delayed here."""
-
 
 class GroupedColumnLinear(_GroupedLinear):
     """Stands for TEColumnParallelGroupedLinear."""
+
+    parallel = "column"
 
 
 class GroupedRowLinear(_GroupedLinear):
@@ -747,13 +703,13 @@ def _compiled() -> Replacements:
     """Of functions that Megatron has torch compile."""
 
     def gate(x: Any, bias: Any, in_fp8: bool = False, *_: Any) -> Any:
-        return _Gated.apply(x, None, in_fp8)
+        return _Activation.apply(x, None, True, in_fp8)
 
     def weighted_gate(x: Any, bias: Any, weights: Any, in_fp8: bool = False, *_: Any) -> Any:
-        return _Gated.apply(x, weights, in_fp8)
+        return _Activation.apply(x, weights, True, in_fp8)
 
     def quick_gate(x: Any, weights: Any, in_fp8: bool, *_: Any) -> Any:
-        return _Gated.apply(x, weights, in_fp8)
+        return _Activation.apply(x, weights, True, in_fp8)
 
     original = _module("fusions.fused_cross_entropy").calculate_gradients
 
@@ -769,12 +725,12 @@ def _compiled() -> Replacements:
         "transformer.mlp": {
             "bias_swiglu_impl": gate,
             "bias_geglu_impl": gate,
-            "bias_gelu_impl": lambda x, bias: _Pointwise.apply(x, None),
+            "bias_gelu_impl": lambda x, bias: _Activation.apply(x, None, False),
             "weighted_bias_swiglu_impl": weighted_gate,
         },
         "transformer.moe.experts": {
             "weighted_bias_swiglu_impl": weighted_gate,
-            "weighted_squared_relu_impl": _Pointwise.apply,
+            "weighted_squared_relu_impl": lambda x, weights: _Activation.apply(x, weights, False),
         },
         # Around it Megatron's own code clamps, and copies what it clamped.
         "fusions.fused_bias_geglu": {

@@ -40,7 +40,6 @@ from megatron_autorecompute.meta.model import (
     job_kinds,
     shard,
 )
-from megatron_autorecompute.meta.muon import NO_MATRICES, orthogonalized, split_rows
 from megatron_autorecompute.meta.offload_records import (
     MetaOffloadCounter,
     check_whole_layers,
@@ -59,11 +58,12 @@ from megatron_autorecompute.meta.shared_buffers import (
 )
 from megatron_autorecompute.meta.static_bytes import (
     Parameters,
+    Trained,
     Weights,
     optimizer_step_bytes,
     static_bytes,
 )
-from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
+from megatron_autorecompute.meta.step_end import StageWork, iteration_flops, step_end_ms
 from megatron_autorecompute.policy import (
     NONE,
     OWN_MODULES,
@@ -574,7 +574,7 @@ def counted_weights(part: Any) -> Weights:
     if part is None:
         return found
     linear = {id(m.weight) for m in part.modules() if isinstance(m, kernels.LINEAR_TYPES)}
-    rows = split_rows(part)
+    rows = dict(_split_rows(part))
     for parameter in part.parameters():
         count = _counted(parameter, rows.get(id(parameter)))
         found += Weights(quantised=count) if id(parameter) in linear else Weights(others=count)
@@ -582,17 +582,32 @@ def counted_weights(part: Any) -> Weights:
 
 
 def _counted(parameter: torch.Tensor, rows: Sequence[int] | None) -> Parameters:
+    """rows: of the matrices into which Muon splits it. It computes as much as this rank has:
+    Megatron's default `muon_tp_mode` is blockwise."""
+    count, is_expert = parameter.numel(), not getattr(parameter, "allreduce", True)
     if not parameter.requires_grad:
-        return Parameters(frozen=parameter.numel())
+        return Parameters(frozen=count)
     # Experts of stand-ins are one tensor of three dimensions, in Transformer Engine one each.
     outside = getattr(parameter, "is_embedding_or_output_parameter", False)
-    count, is_expert = parameter.numel(), not getattr(parameter, "allreduce", True)
-    matrices, muon = 0, NO_MATRICES
+    trained = Trained(count)
     if not outside and parameter.dim() == 2 + is_expert:
-        matrices, muon = count, orthogonalized(parameter, rows or parameter.shape[-2:-1])
-    if is_expert:
-        return Parameters(expert=count, expert_matrices=matrices, expert_muon=muon)
-    return Parameters(dense=count, dense_matrices=matrices, dense_muon=muon)
+        experts = parameter.shape[0] if is_expert else 1
+        rows = rows or parameter.shape[-2:-1]
+        flops = sum(iteration_flops(each, parameter.shape[-1]) for each in rows)
+        trained = Trained(count, count, experts * len(rows), experts * flops)
+    return Parameters(expert=trained) if is_expert else Parameters(dense=trained)
+
+
+def _split_rows(part: Any) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Weights that Muon splits (`muon_split_qkv`), by id, and the rows of query, key and value."""
+    for module in part.modules():
+        joint: Any = getattr(module, "linear_qkv", None)
+        if joint is None:
+            continue
+        query, key = module.query_projection_size, module.kv_projection_size
+        rows = joint.weight.shape[0]
+        keys = rows * int(key) // (int(query) + 2 * int(key))
+        yield id(joint.weight), (rows - 2 * keys, keys, keys)
 
 
 def _parts_of_stages(job: Job) -> Iterator[tuple[tuple[int, ...], bool, bool]]:

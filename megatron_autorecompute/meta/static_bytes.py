@@ -9,62 +9,67 @@ TE is NVIDIA/TransformerEngine 2.11.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import ELEMENT_BYTES, Job
-from megatron_autorecompute.meta.muon import NO_MATRICES, Orthogonalized
 from megatron_autorecompute.profile import StaticBytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from 3.11 on
+
+
+class _Summed:
+    """Dataclasses that are added field by field."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Self) -> Self:
+        mine: Any = self
+        names = (each.name for each in fields(mine))
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class Trained(_Summed):
+    """Trained parameters that the same ranks share, on one rank."""
+
+    count: int = 0
+    in_matrices: int = 0
+    """Those that Muon trains: two-dimensional, but not of embedding and output layer (megatron-core
+    optimizer/emerging_optimizers.py `_is_nonlinear_or_embedding`)."""
+    matrices: int = 0
+    """The matrices of these."""
+    iteration_flops: int = 0
+    """Floating-point operations of one of Muon's iterations over all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters(_Summed):
     """Numbers of one rank's parameters, by how they are sharded and trained."""
 
-    dense: int = 0
+    dense: Trained = Trained()
     """Sharded over data and context parallel ranks."""
-    expert: int = 0
+    expert: Trained = Trained()
     """Sharded over the ranks that hold the same experts."""
     frozen: int = 0
     """Parameters without gradient and optimizer state."""
-    dense_matrices: int = 0
-    """The part of `dense` that Muon trains: two-dimensional, but not embedding and output layer
-    (megatron-core optimizer/emerging_optimizers.py `_is_nonlinear_or_embedding`)."""
-    expert_matrices: int = 0
-    """The part of `expert` that Muon trains."""
-    dense_muon: Orthogonalized = NO_MATRICES
-    """What Muon computes over `dense_matrices`."""
-    expert_muon: Orthogonalized = NO_MATRICES
-    """What Muon computes over `expert_matrices`."""
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(
-            self.dense + other.dense,
-            self.expert + other.expert,
-            self.frozen + other.frozen,
-            self.dense_matrices + other.dense_matrices,
-            self.expert_matrices + other.expert_matrices,
-            self.dense_muon + other.dense_muon,
-            self.expert_muon + other.expert_muon,
-        )
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
-        return self.dense + self.expert + self.frozen
+        """All of them."""
+        return self.dense.count + self.expert.count + self.frozen
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(_Summed):
     """Parameters of one part of the model on one rank."""
 
     quantised: Parameters = Parameters()
     """Weights of layers that multiply in the job's precision."""
     others: Parameters = Parameters()
     """Norms, biases, embedding, router, output layer."""
-
-    def __add__(self, other: Weights) -> Weights:
-        return Weights(self.quantised + other.quantised, self.others + other.others)
 
     @property
     def total(self) -> Parameters:
@@ -76,18 +81,17 @@ def static_bytes(job: Job, device: Device, weights: Weights) -> StaticBytes:
     """Static bytes of parameters on one rank."""
     total = weights.total
     ranks, expert_ranks = state_ranks(job), state_ranks(job, expert=True)
-    state = _adam_or_muon(job, total.dense, total.dense_matrices, ranks)
-    state += _adam_or_muon(job, total.expert, total.expert_matrices, expert_ranks)
+    state = _adam_or_muon(job, total.dense, ranks) + _adam_or_muon(job, total.expert, expert_ranks)
     quantised_bytes = weight_bytes(job, device) * weights.quantised.total
     return StaticBytes(
         parameter_bytes=round(quantised_bytes) + 2 * weights.others.total,
-        gradient_bytes=gradient_bytes(job) * (total.dense + total.expert),
+        gradient_bytes=gradient_bytes(job) * (total.dense.count + total.expert.count),
         optimizer_state_bytes=state,
     )
 
 
-def _adam_or_muon(job: Job, count: int, matrices: int, ranks: int) -> int:
-    """State of `count` parameters, `matrices` of which Muon trains with an fp32 master weight and
+def _adam_or_muon(job: Job, trained: Trained, ranks: int) -> int:
+    """Bytes of the optimizer's state. Muon trains matrices with an fp32 master weight and
     momentum (emerging_optimizers' OrthogonalizedOptimizer has `momentum_buffer` alone).
 
     With the distributed optimizer whole matrices are divided over the ranks (megatron-core
@@ -95,9 +99,9 @@ def _adam_or_muon(job: Job, count: int, matrices: int, ranks: int) -> int:
     the layout in whole tensors too."""
     adam = state_bytes(job)
     if job.optimizer == "adam":
-        return -(-adam * count // ranks)
-    rest = adam * (count - matrices)
-    return -(-8 * matrices // ranks) + (
+        return -(-adam * trained.count // ranks)
+    rest = adam * (trained.count - trained.in_matrices)
+    return -(-8 * trained.in_matrices // ranks) + (
         -(-rest // ranks) if job.use_layer_wise_param_layout else rest
     )
 
@@ -175,8 +179,8 @@ def optimizer_step_bytes(job: Job, weights: Weights) -> int:
 
 def _shards(job: Job, parameters: Parameters) -> tuple[int, int]:
     """Dense and expert parameters whose state is on this rank."""
-    expert = parameters.expert // state_ranks(job, expert=True)
-    return parameters.dense // state_ranks(job), expert
+    expert = parameters.expert.count // state_ranks(job, expert=True)
+    return parameters.dense.count // state_ranks(job), expert
 
 
 def _copies_gradients(job: Job) -> bool:
