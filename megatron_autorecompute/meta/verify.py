@@ -3,27 +3,31 @@
 The model is rebuilt on meta tensors from the facts in the profile (`compat.model_facts`), so the
 check runs on any machine. A measured model can be rebuilt with Megatron's local layers only; one
 with Transformer Engine's layers is refused, because other layers would run here. A profile made
-without a device contains its job, which is run with the same stand-ins.
+without a device contains its job, which is run with the same stand-ins: this checks that layers,
+stages and schedule add up to what Megatron does, and not the stand-ins.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_autorecompute.compat import model_facts, stage_layout
 from megatron_autorecompute.errors import OptionError, ProfileError, VerificationError
-from megatron_autorecompute.meta.hybrid import build_local
+from megatron_autorecompute.meta.fake_ranks import StepShape
+from megatron_autorecompute.meta.job import Job, job_from
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
-    StepShape,
     build_gpt,
+    build_local,
+    in_processes,
     stage_steps,
     workers,
 )
+from megatron_autorecompute.meta.model import run_stage
 from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES, pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.peak_memory import Peak
@@ -307,9 +311,6 @@ def run_stages_of(
             "profile made by estimate, or on the device with --recompute-policy @PLAN."
         )
     if "job" in facts:  # made without a device
-        from megatron_autorecompute.meta.job import job_from
-        from megatron_autorecompute.meta.stage_runs import run_stages
-
         job = job_from(facts["job"], "The profile's model.facts.job")
         whole = _on_all_ranks(plan, lengths)
         run_stages(job, _pipeline_fields(plan), num_microbatches, plan.policy, done, whole)
@@ -325,6 +326,59 @@ def run_stages_of(
         num_microbatches=num_microbatches,
         lengths=_on_all_ranks(plan, lengths),
     )
+
+
+def run_stages(
+    job: Job,
+    pipeline: Mapping[str, Any],
+    num_microbatches: Sequence[int],
+    policy: RecomputePolicy,
+    done: Callable[[StageStep], None] = lambda _: None,
+    lengths: Sequence[tuple[int, ...]] | None = None,
+) -> tuple[StageStep, ...]:
+    """Run every stage, of one step or several, in as many processes as `meta_step.workers` allows.
+
+    Args:
+        job: its model is run.
+        pipeline: fields of Megatron's config for the pipeline, in place of the job's own.
+        num_microbatches: in the step of each stage; then in the next step of each.
+        policy: one choice for every layer.
+        done: called with each stage's run, first stage first, step by step.
+        lengths: of the microbatches of each of these, in tokens on all context parallel ranks;
+            None: the job's seq_length.
+
+    Raises OptionError if the job cannot be built, or if a layer under `full` would be one of a
+    combined forward-backward.
+    """
+    if pipeline.get("overlap_moe_expert_parallel_comm"):
+        _refuse_full(job, policy)
+    piped = replace(job, config={**job.config, **pipeline})
+    own = lengths or [()] * len(num_microbatches)
+    run = functools.partial(_run_numbered, piped, tuple(num_microbatches), own, policy)
+    numbers = range(len(num_microbatches))
+    return in_processes(run, numbers, workers(len(numbers)), done)
+
+
+def _refuse_full(job: Job, policy: RecomputePolicy) -> None:
+    layers = [number for number, layer in enumerate(policy.layers) if layer.granularity == "full"]
+    if layers:
+        raise OptionError(
+            f"{job.name}: layer {layers[0]} is under full, which "
+            "Megatron refuses with overlap_moe_expert_parallel_comm: its combined forward-backward "
+            "calls the parts of layers. Plan with --only for none and selective choices, or "
+            "without the overlap."
+        )
+
+
+def _run_numbered(
+    job: Job,
+    num_microbatches: Sequence[int],
+    lengths: Sequence[tuple[int, ...]],
+    policy: RecomputePolicy,
+    number: int,
+) -> StageStep:
+    stage = number % job.size("pipeline")
+    return run_stage(job, num_microbatches[number], policy, stage, lengths[number])
 
 
 def _on_all_ranks(

@@ -52,7 +52,8 @@ def profile_of_a_model() -> Profile:
 
     from megatron_autorecompute.compat import model_facts
     from megatron_autorecompute.meta import without_cuda
-    from megatron_autorecompute.meta.meta_step import build_chunks, fake_ranks, meta_config
+    from megatron_autorecompute.meta.fake_ranks import fake_ranks
+    from megatron_autorecompute.meta.meta_step import build_chunks, meta_config
 
     found = measured_profile(CASE)
     size = shape(CASE, 4)
