@@ -17,18 +17,16 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError, PipelineError
-from megatron_autorecompute.meta.job_checks import (
+from megatron_autorecompute.meta.job_config import (
     LORA_TARGETS,
-    check_config,
-    check_targets,
-    refuse_unmodelled,
-)
-from megatron_autorecompute.meta.resolved import (
     MOST_WIDTH,
     SAMPLE_BYTES,
     GraphScope,
     Ranks,
     Resolved,
+    check_config,
+    check_targets,
+    refuse_unmodelled,
 )
 from megatron_autorecompute.options import nearest
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
@@ -201,6 +199,12 @@ class Job:
         """The vocabulary, padded as by `vocab_size_with_padding`."""
         multiple = self.make_vocab_size_divisible_by * self.size("tensor")
         return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def dispatcher(self) -> str:
+        """alltoall, allgather, or the backend of the flex dispatcher."""
+        name = self.resolved.moe_token_dispatcher_type
+        return self.resolved.moe_flex_dispatcher_backend if name == "flex" else name
 
     @property
     def num_layers(self) -> int:

@@ -35,6 +35,7 @@ from megatron_autorecompute.meta import expert_rows, kernels, without_cuda
 from megatron_autorecompute.meta.adapters import add_adapters, has_adapters
 from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import FIELDS, Resolved
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
     applied,
@@ -45,8 +46,6 @@ from megatron_autorecompute.meta.meta_step import (
     meta_config,
     trace_step,
 )
-from megatron_autorecompute.meta.outside_torch import dispatcher
-from megatron_autorecompute.meta.resolved import FIELDS, Resolved
 from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.options import nearest
@@ -520,7 +519,7 @@ def megatron_config(
         **{name: value for name, value in job.config.items() if name not in left_out},
         **changed,
     }
-    if fields["moe_token_dispatcher_type"] == "flex" and dispatcher(job) != "hybridep":
+    if fields["moe_token_dispatcher_type"] == "flex" and job.dispatcher != "hybridep":
         fields["moe_token_dispatcher_type"] = "alltoall"  # its kernels have no stand-ins
     if job.resolved.use_transformer_engine_op_fuser:
         # Its activation reads interleaved halves as they are, and clamps them itself (TE

@@ -25,6 +25,7 @@ from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.dispatchers import KeptBeside, counted_once, kept_beside
 from megatron_autorecompute.meta.graph_layers import with_graphs, without_refused
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import Resolved
 from megatron_autorecompute.meta.layer_parts import with_parts
 from megatron_autorecompute.meta.lengths import profile_lengths
 from megatron_autorecompute.meta.measured_records import LAYER_FIELDS
@@ -47,8 +48,6 @@ from megatron_autorecompute.meta.offload_records import (
     with_inert_offload,
     with_whole_layers,
 )
-from megatron_autorecompute.meta.outside_torch import dispatcher
-from megatron_autorecompute.meta.resolved import Resolved
 from megatron_autorecompute.meta.roofline import Roofline, Spread, Traffic
 from megatron_autorecompute.meta.shared_buffers import (
     deferred_output_layer,
@@ -225,7 +224,7 @@ def traffic(job: Job) -> Traffic:
     return Traffic(
         userbuffers=job.resolved.tp_comm_overlap,
         expert_alltoall=job.resolved.overlap_moe_expert_parallel_comm,
-        spread=_spread(job.resolved) if dispatcher(job) not in ("alltoall", "allgather") else None,
+        spread=_spread(job.resolved) if job.dispatcher not in ("alltoall", "allgather") else None,
         used=expert_rows.rows(job).used,
     )
 
@@ -787,7 +786,7 @@ def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple
 
 
 def _assumed_of_dispatch(job: Job) -> str:
-    name = dispatcher(job)
+    name = job.dispatcher
     if name == "allgather":
         return "tokens are gathered (allgather)"
     if name != "hybridep":
