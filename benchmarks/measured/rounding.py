@@ -27,14 +27,17 @@ from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.kept_bytes import (
+    GROUPED_TYPES,
+    counted_weights,
+    shared_buffers,
+)
 from megatron_autorecompute.meta.meta_step import (
     applied,
     kept_between_steps,
     run_step,
 )
 from megatron_autorecompute.meta.model import add_main_gradients, built_stage
-from megatron_autorecompute.meta.profiling import counted_weights
-from megatron_autorecompute.meta.shared_buffers import GROUPED_TYPES, shared_buffers
 from megatron_autorecompute.meta.static_bytes import (
     gradient_bytes,
     state_parts,

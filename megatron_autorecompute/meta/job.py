@@ -224,7 +224,7 @@ class Job:
     def keeps_dummies(self, what: Literal["linear", "grouped"]) -> bool:
         """Whether backward of these layers returns a dummy weight gradient that is kept.
 
-        `shared_buffers.dummy_weight_gradients` says what it is for. TE keeps one for each shape of
+        `kept_bytes.dummy_weight_gradients` says what it is for. TE keeps one for each shape of
         linear layers since 2.3 (commit ba5dc5dde, #1651), of experts since 2.10 (d2945c6a5, #2305).
         """
         since = {"linear": (2, 3), "grouped": (2, 10)}

@@ -55,7 +55,7 @@ class Settings:
     linear_gradients: bool = False
     """Whether the backward of a linear layer makes a tensor of its weight's shape, which its
     parameter's hook frees: without gradient accumulation fusion the gradient, and with it the dummy
-    of Transformer Engine's versions that do not keep it (`shared_buffers`)."""
+    of Transformer Engine's versions that do not keep it (`kept_bytes`)."""
     grouped_gradients: bool = False
     """Whether the backward of experts' products makes a tensor of their weights' shape."""
     fuses_gradients: bool = True

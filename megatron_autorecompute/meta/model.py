@@ -81,7 +81,7 @@ LEFT_OUT = {
     **{name: None for name in (*_ROOM, *(f"moe_paged_stash_{rest}" for rest in _PAGES))},
     # Megatron asks for fp8 beside these. The first pads each expert's tokens to a multiple of 16 to
     # 256, which even routing mostly has, and HybridEP's stand-in counts; of the second, copies of
-    # the output layer's weights are counted (`shared_buffers.quantised_output_layer`).
+    # the output layer's weights are counted (`kept_bytes.quantised_output_layer`).
     "moe_router_padding_for_quantization": False,
     "moe_router_padding_for_fp8": False,
     "fp8_output_proj": False,

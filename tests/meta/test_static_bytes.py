@@ -18,8 +18,9 @@ from megatron.core.optimizer import (
 from benchmarks.measured.rounding import StaticBlocks
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import device
+from megatron_autorecompute.meta.kept_bytes import counted_weights
 from megatron_autorecompute.meta.model import run_stage, shard
-from megatron_autorecompute.meta.profiling import counted_weights, profile_job
+from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.static_bytes import (
     Parameters,
     Trained,

@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.devices import Efficiency, device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.profiling import counted_weights, profile_job, traffic
+from megatron_autorecompute.meta.kept_bytes import counted_weights
+from megatron_autorecompute.meta.profiling import profile_job, traffic
 from megatron_autorecompute.meta.roofline import (
     ALLTOALL,
     TAKEN_BY_NCCL,

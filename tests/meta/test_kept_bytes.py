@@ -12,9 +12,9 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import device
+from megatron_autorecompute.meta.kept_bytes import deferred_output_layer, workspaces
 from megatron_autorecompute.meta.model import JobStep, add_main_gradients, built_stage, shard
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, workspaces
 from megatron_autorecompute.meta.static_bytes import Parameters, Trained, Weights, static_bytes
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.peak_memory import stage_base
