@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -312,8 +312,11 @@ def run_stages_of(
         )
     if "job" in facts:  # made without a device
         job = job_from(facts["job"], "The profile's model.facts.job")
-        whole = _on_all_ranks(plan, lengths)
-        run_stages(job, _pipeline_fields(plan), num_microbatches, plan.policy, done, whole)
+        piped = replace(job, config={**job.config, **_pipeline_fields(plan)})
+        own = _on_all_ranks(plan, lengths) or [()] * len(num_microbatches)
+        run = functools.partial(_run_numbered, piped, tuple(num_microbatches), own, plan.policy)
+        numbers = range(len(num_microbatches))
+        in_processes(run, numbers, workers(len(numbers)), done)
         return
     config, build = rebuilt(plan)
     stage_steps(
@@ -326,48 +329,6 @@ def run_stages_of(
         num_microbatches=num_microbatches,
         lengths=_on_all_ranks(plan, lengths),
     )
-
-
-def run_stages(
-    job: Job,
-    pipeline: Mapping[str, Any],
-    num_microbatches: Sequence[int],
-    policy: RecomputePolicy,
-    done: Callable[[StageStep], None] = lambda _: None,
-    lengths: Sequence[tuple[int, ...]] | None = None,
-) -> tuple[StageStep, ...]:
-    """Run every stage, of one step or several, in as many processes as `meta_step.workers` allows.
-
-    Args:
-        job: its model is run.
-        pipeline: fields of Megatron's config for the pipeline, in place of the job's own.
-        num_microbatches: in the step of each stage; then in the next step of each.
-        policy: one choice for every layer.
-        done: called with each stage's run, first stage first, step by step.
-        lengths: of the microbatches of each of these, in tokens on all context parallel ranks;
-            None: the job's seq_length.
-
-    Raises OptionError if the job cannot be built, or if a layer under `full` would be one of a
-    combined forward-backward.
-    """
-    if pipeline.get("overlap_moe_expert_parallel_comm"):
-        _refuse_full(job, policy)
-    piped = replace(job, config={**job.config, **pipeline})
-    own = lengths or [()] * len(num_microbatches)
-    run = functools.partial(_run_numbered, piped, tuple(num_microbatches), own, policy)
-    numbers = range(len(num_microbatches))
-    return in_processes(run, numbers, workers(len(numbers)), done)
-
-
-def _refuse_full(job: Job, policy: RecomputePolicy) -> None:
-    layers = [number for number, layer in enumerate(policy.layers) if layer.granularity == "full"]
-    if layers:
-        raise OptionError(
-            f"{job.name}: layer {layers[0]} is under full, which "
-            "Megatron refuses with overlap_moe_expert_parallel_comm: its combined forward-backward "
-            "calls the parts of layers. Plan with --only for none and selective choices, or "
-            "without the overlap."
-        )
 
 
 def _run_numbered(
