@@ -30,6 +30,7 @@ from megatron_autorecompute.meta.meta_step import (
 from megatron_autorecompute.meta.model import run_stage
 from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES, pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout_flags import layout_text
 from megatron_autorecompute.planner.cost.peak_memory import Peak
 from megatron_autorecompute.planner.cost.policy_cost import evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
@@ -452,7 +453,7 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "pipeline_model_parallel_size": layout.num_stages,
         "virtual_pipeline_model_parallel_size": layout.num_chunks if several else None,
-        "pipeline_model_parallel_layout": None if _is_even(layout) else layout_names(layout),
+        "pipeline_model_parallel_layout": None if _is_even(layout) else layout_text(layout),
         "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None,
         "account_for_embedding_in_pipeline_split": False,
@@ -473,15 +474,6 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
 def _is_even(layout: Layout) -> bool:
     sizes = {len(layers) for layers in layout.chunk_layers()}
     return len(sizes) == 1 and not layout.mtp_num_layers
-
-
-def layout_names(layout: Layout) -> list[list[str]]:
-    """A layout as Megatron's `pipeline_model_parallel_layout` takes it: a list per chunk."""
-    rows = []
-    for chunk in (chunk for chunks in zip(*layout.stages, strict=True) for chunk in chunks):
-        kinds = ["decoder" if layer < layout.num_layers else "mtp" for layer in chunk.layers]
-        rows.append(["embedding"] * chunk.embedding + kinds + ["loss"] * chunk.head)
-    return rows
 
 
 def _shape(plan: Plan) -> StepShape:

@@ -82,7 +82,7 @@ def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[s
         return {FIRST: str(first), LAST: str(last), **chunks}
     if layout.num_stages == 2 and uneven_layout(layout, first, None) == layout:
         return {FIRST: str(first), **chunks}
-    return {TEXT: _text(layout)}
+    return {TEXT: layout_text(layout)}
 
 
 def uneven_layout(shape: Layout, first: int, last: int | None) -> Layout | None:
@@ -100,7 +100,8 @@ def uneven_layout(shape: Layout, first: int, last: int | None) -> Layout | None:
         return None
 
 
-def _text(layout: Layout) -> str:
+def layout_text(layout: Layout) -> str:
+    """A layout as Megatron's `pipeline_model_parallel_layout` takes it, such as Et*3|t*2L."""
     decoder = range(layout.num_layers)
     rows = []
     for layers in layout.chunk_layers():
