@@ -101,6 +101,9 @@ def _works_that_hold() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_neighbours(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
+    """In this block the fake neighbours of a stage send the shapes of their tensors."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
     depths_at = _depths_apart(config)
     if not shape.lengths and depths_at is None:
         yield
@@ -113,87 +116,19 @@ def _fake_neighbours(config: Any, stage: int, shape: StepShape) -> Iterator[None
     )
     split = config.tensor_model_parallel_size if config.sequence_parallel else 1
     split *= config.context_parallel_size
-    size = (shape.micro_batch_size, config.hidden_size)
     lengths = shape.lengths or [shape.seq_length] * shape.num_microbatches
-    shapes = [(own // split, *size) for own in lengths]
-    wide = Wide(depths_at, 1 + (config.mtp_num_layers or 0))
-    with shapes_exchanged(schedule, stage, shapes, wide):
-        yield
 
-
-def _depths_apart(config: Any) -> int | None:
-    """The stage whose last chunk has the MTP depths, if the loss is on another one."""
-    if not getattr(config, "mtp_standalone", False):
-        return None
-    layout = config.pipeline_model_parallel_layout.layout
-    return next(
-        stage
-        for stage, chunks in enumerate(layout)
-        if any(getattr(kind, "name", kind) == "mtp" for kind in chunks[-1])
-    )
-
-
-Shape = tuple[int, int, int]
-"""The shape of a tensor between stages: tokens, micro-batch, hidden."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wide:
-    """Outputs of MTP depths, sent to the stage of the loss: the decoder's output and each depth's
-    in one tensor."""
-
-    first_stage: int | None
-    """The first stage whose last chunk has such outputs; None: none has."""
-    factor: int
-    """Times as many tokens."""
-
-    def of(self, shape: Shape, stage: int, *, last_chunk: bool) -> Shape:
-        """The shape of an output of a stage's chunk."""
-        if self.first_stage is None or stage < self.first_stage or not last_chunk:
-            return shape
-        return shape[0] * self.factor, *shape[1:]
-
-
-def received(
-    schedule: Schedule, stage: int
-) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]]]:
-    """The microbatches whose outputs a stage gets from the stage before it, and those whose
-    gradients it gets from the stage behind it, in the order in which they come; of each, whether it
-    is of the last chunk of its stage."""
-    last = schedule.num_stages - 1
-    before, behind = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
-    kept_forward = {schedule.num_chunks - 1} if before == last else set()
-    kept_backward = {0} if behind == 0 else set()
-    outputs = [
-        (event.microbatch, event.chunk == schedule.num_chunks - 1)
-        for event in schedule.events(before)
-        if event.direction == "forward" and event.chunk not in kept_forward
-    ]
-    gradients = [
-        (event.microbatch, behind > 0 and event.chunk == schedule.num_chunks - 1)
-        for event in schedule.events(behind)
-        if event.direction == "backward" and event.chunk not in kept_backward
-    ]
-    return outputs, gradients
-
-
-@contextlib.contextmanager
-def shapes_exchanged(
-    schedule: Schedule, stage: int, shapes: Sequence[Shape], wide: Wide
-) -> Iterator[None]:
-    """In this block the fake neighbours of a stage send the shapes of their tensors.
-
-    Args:
-        schedule: the schedule of the step.
-        stage: pipeline rank of this process.
-        shapes: the shape of each microbatch's tensor between stages.
-        wide: which of them are larger.
-    """
-    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    def sent(microbatch: int, of_stage: int, *, last_chunk: bool) -> tuple[int, int, int]:
+        """The shape of a stage's output: tokens, micro-batch, hidden. Those of MTP depths go to
+        the stage of the loss, the decoder's output and each depth's in one tensor."""
+        tokens = lengths[microbatch] // split
+        if depths_at is not None and of_stage >= depths_at and last_chunk:
+            tokens *= 1 + (config.mtp_num_layers or 0)
+        return tokens, shape.micro_batch_size, config.hidden_size
 
     outputs, gradients = received(schedule, stage)
-    from_before = iter([wide.of(shapes[n], stage - 1, last_chunk=last) for n, last in outputs])
-    from_behind = iter([wide.of(shapes[n], stage, last_chunk=last) for n, last in gradients])
+    from_before = iter([sent(number, stage - 1, last_chunk=last) for number, last in outputs])
+    from_behind = iter([sent(number, stage, last_chunk=last) for number, last in gradients])
     original = P2PCommunicator._communicate_shapes
 
     @functools.wraps(original)
@@ -217,3 +152,38 @@ def shapes_exchanged(
 
     with patched(P2PCommunicator, "_communicate_shapes", communicate_shapes):
         yield
+
+
+def _depths_apart(config: Any) -> int | None:
+    """The stage whose last chunk has the MTP depths, if the loss is on another one."""
+    if not getattr(config, "mtp_standalone", False):
+        return None
+    layout = config.pipeline_model_parallel_layout.layout
+    return next(
+        stage
+        for stage, chunks in enumerate(layout)
+        if any(getattr(kind, "name", kind) == "mtp" for kind in chunks[-1])
+    )
+
+
+def received(
+    schedule: Schedule, stage: int
+) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]]]:
+    """The microbatches whose outputs a stage gets from the stage before it, and those whose
+    gradients it gets from the stage behind it, in the order in which they come; of each, whether it
+    is of the last chunk of its stage."""
+    last = schedule.num_stages - 1
+    before, behind = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
+    kept_forward = {schedule.num_chunks - 1} if before == last else set()
+    kept_backward = {0} if behind == 0 else set()
+    outputs = [
+        (event.microbatch, event.chunk == schedule.num_chunks - 1)
+        for event in schedule.events(before)
+        if event.direction == "forward" and event.chunk not in kept_forward
+    ]
+    gradients = [
+        (event.microbatch, behind > 0 and event.chunk == schedule.num_chunks - 1)
+        for event in schedule.events(behind)
+        if event.direction == "backward" and event.chunk not in kept_backward
+    ]
+    return outputs, gradients

@@ -11,7 +11,7 @@ Transformer Engine's kernels, or MoE imbalance: tokens are routed evenly. Gradie
 allocated; each weight gradient exists once more while it is added, as in Megatron without
 ``gradient_accumulation_fusion``. CUDA-only fusions of the config run unfused (masked softmax,
 persistent LayerNorm). `stage_step` refuses context parallelism, EP overlap and dispatchers that
-need a device; `stage_runs` runs a job's stand-ins under all of them.
+need a device; `model.run_stage` runs a job's stand-ins under all of them.
 """
 
 from __future__ import annotations
