@@ -15,7 +15,7 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,8 @@ from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
 from megatron_autorecompute.planner.search.manual import best_manual  # noqa: E402
 from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
 from megatron_autorecompute.planner.search.solve import try_solve  # noqa: E402
-from megatron_autorecompute.policy import RecomputePolicy  # noqa: E402
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy  # noqa: E402
+from megatron_autorecompute.profile import LayerKind, Profile  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
 from scripts.tables import markdown  # noqa: E402
 
@@ -42,6 +43,9 @@ PAGE = RESULTS.with_suffix(".md")
 GPU = "h100-80gb"
 SHARES = (0.002, 0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
 """Of the way from what the leanest policy needs to what no recompute needs."""
+TRIED = (0.05, 0.2, 0.35, 0.5)
+"""Shares at which plans are also made with one sort of choices missing."""
+SORTS = ("no dead work", "keep[core_attn]", "keep[dispatch]", "mlp_act", "ln_out", "experts")
 LONG = {
     "llama3-70b-32k": {
         "seq_length": 32768,
@@ -107,6 +111,11 @@ def rows_of(job: Job, gpu: Device) -> Iterator[dict[str, Any]]:
     profile = profile_job(job, gpu)
     every = Problem(profile, job.layout(), job.schedule())
     megatrons = Problem(profile.as_megatron(), job.layout(), job.schedule())
+    less_one = {
+        sort: Problem(without(profile, sort), job.layout(), job.schedule())
+        for sort in SORTS
+        if without(profile, sort) != profile
+    }
     low = max(choice.peak_bytes for choice in megatrons.stages.leanest)
     high = max(choice.peak_bytes for choice in megatrons.stages.fastest)
     for share in SHARES:
@@ -115,6 +124,8 @@ def rows_of(job: Job, gpu: Device) -> Iterator[dict[str, Any]]:
         today = try_solve(megatrons.at(budget))
         known = () if today is None else (today.policy,)
         ours = try_solve(every.at(budget, known))
+        lesser = less_one if share in TRIED else {}
+        others = {sort: try_solve(one.at(budget, known)) for sort, one in lesser.items()}
         yield {
             "share": share,
             "budget_gib": budget / GIB,
@@ -125,7 +136,28 @@ def rows_of(job: Job, gpu: Device) -> Iterator[dict[str, Any]]:
             "all": ours and ours.policy.format(),
             "all_ms": ours and ours.cost.step_ms,
             "choices": ours and counted(ours.policy),
+            "without_ms": {sort: one and one.cost.step_ms for sort, one in others.items()},
         }
+
+
+def without(profile: Profile, sort: str) -> Profile:
+    """The profile without the choices of one sort."""
+    return replace(profile, kinds=tuple(_without(kind, sort) for kind in profile.kinds))
+
+
+def _without(kind: LayerKind, sort: str) -> LayerKind:
+    choices = {LayerPolicy.parse(record.choice): record for record in kind.choices}
+    found = [r for choice, r in choices.items() if sort not in _sorts(choice, choices)]
+    names = {record.choice for record in found}
+    inert = {one: other for one, other in kind.inert.items() if other in names}
+    return replace(kind, choices=tuple(found), inert=inert)
+
+
+def _sorts(choice: LayerPolicy, choices: Container[LayerPolicy]) -> list[str]:
+    """Of which sorts a choice is, among all that its layer has."""
+    reruns_less = not (choice.own or choice.is_megatrons) and choice.as_megatron in choices
+    kept = [f"keep[{part}]" for part in choice.keep]
+    return ["no dead work"] * reruns_less + kept + list(choice.modules)
 
 
 def counted(policy: RecomputePolicy) -> dict[str, int]:
@@ -165,7 +197,12 @@ Each job has nine budgets. A column is the share of the way from what the leanes
 policies needs to what no recompute needs. A cell says by how many percent the plan's step is
 shorter than two others: than the fastest of Megatron's settings that fits, and than the optimum
 over what Megatron's checkpoints can do layer by layer. The plan has all choices of
-[policy.md](../../docs/policy.md): no dead work, kept parts, `mlp_act`, `experts`.
+[policy.md](../../docs/policy.md): no dead work, kept parts, `mlp_act`, `ln_out`, `experts`.
+"""
+WORTH = """## What each choice is worth
+
+By how many percent the optimum's step is longer if one sort of choices is missing: the most over
+{shares} of the way.
 """
 ROWS = """In the tables below, one for each job, *way* is that share of the way, *manual* is the
 fastest of Megatron's settings that fits, and steps are in ms.
@@ -176,7 +213,22 @@ def page(found: dict[str, Any]) -> str:
     """The page's text: what is gained in every job at every budget, and every plan."""
     shares = [f"{row['share']:.1%}" for row in next(iter(found.values()))["rows"]]
     lines = [[name, *map(gains, one["rows"])] for name, one in found.items()]
-    return f"{INTRODUCTION}\n{markdown(['job', *shares], lines)}\n{plans(found)}"
+    gained = markdown(["job", *shares], lines)
+    return f"{INTRODUCTION}\n{gained}\n{worth(found)}\n{plans(found)}"
+
+
+def worth(found: dict[str, Any]) -> str:
+    """How much longer the optimum is without a sort of choices, at worst, in every job."""
+    lines = [[name, *(_worth(one["rows"], s) for s in SORTS)] for name, one in found.items()]
+    shares = ", ".join(f"{share:.0%}" for share in TRIED)
+    table = markdown(["job", *SORTS], lines)
+    return f"{WORTH.format(shares=shares)}\n{table}"
+
+
+def _worth(rows: list[dict[str, Any]], sort: str) -> str:
+    tried = [(row["without_ms"][sort], row["all_ms"]) for row in rows if sort in row["without_ms"]]
+    found = [100 * (other / best - 1) for other, best in tried if other is not None]
+    return f"{max(found):.1f}" + ", or does not fit" * (len(found) < len(tried)) if found else ""
 
 
 def gains(row: dict[str, Any]) -> str:

@@ -20,8 +20,9 @@ from megatron_autorecompute.policy import (
 )
 
 OF_ATTENTION = frozenset({"core_attn", "mla_up_proj", "gdn_norm_out"})
-"""Modules of the attention layer. `layernorm` belongs to both layers, all others to the second one.
-"""
+"""Modules of the attention layer. All others, but norms, belong to the second one."""
+NORMS = frozenset({"layernorm", "ln_out"})
+"""Modules of both layers. An MLP that runs again runs its fused norm again."""
 OFFLOADED_OF_ATTENTION = frozenset({"attn_norm", "qkv_linear", "core_attn", "attn_proj"})
 """Offloaded modules of the attention layer. All others belong to the second one."""
 
@@ -45,13 +46,14 @@ def _halves(choice: LayerPolicy) -> Iterator[LayerPolicy]:
         yield from [replace(choice, group=2 * choice.group)] * 2
         return
     modules, offload = set(choice.modules), set(choice.offload)
-    shared = modules & {"layernorm"}
+    norms = modules & NORMS
     both = offload & {WHOLE_LAYER}
+    own_norms = norms - {"ln_out"} if "mlp" in modules else norms
     for part, moved in (
-        (modules & OF_ATTENTION, offload & OFFLOADED_OF_ATTENTION),
-        (modules - OF_ATTENTION - shared, offload - OFFLOADED_OF_ATTENTION),
+        (modules & OF_ATTENTION | norms, offload & OFFLOADED_OF_ATTENTION),
+        (modules - OF_ATTENTION - NORMS | own_norms, offload - OFFLOADED_OF_ATTENTION),
     ):
-        chosen = tuple(part | shared)
+        chosen = tuple(part)
         own = LayerPolicy("selective", chosen, rerun_all=choice.rerun_all) if chosen else NONE
         keep = choice.keep if "moe" in chosen else ()
         yield replace(own, keep=keep, offload=tuple(moved | both))

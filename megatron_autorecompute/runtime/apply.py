@@ -353,7 +353,7 @@ class _Sites:
             _check_groups(site, policy.chunk_runs(site.layers))
         for mtp in self.mtps:
             for index in mtp.indices:
-                _check_depth(policy.layers[index], index, model_layers.stack_size(mtp.layer))
+                _check_depth(policy.layers[index], index, mtp)
         depths = {index for mtp in self.mtps for index in mtp.indices}
         for index in (index for indices in self.indices for index in indices):
             if policy.layers[index].inner and index not in depths:
@@ -722,8 +722,14 @@ def _compare_before_training(block: torch.nn.Module, _: Any) -> None:
         agree_on(lambda: held.policy, parallel.groups_inside(block))
 
 
-def _check_depth(choice: LayerPolicy, index: int, stack: int) -> None:
-    """stack: layers of the stack inside the depth; 0 if the depth has a single layer."""
+def _check_depth(choice: LayerPolicy, index: int, site: model_layers.MtpSite) -> None:
+    stack = model_layers.stack_size(site.layer)  # 0 if the depth has a single layer
+    if choice.own and len(site.indices) > 1:
+        raise PolicyError(
+            f"{choice} on layer {index}, one of several multi-token-prediction depths that one "
+            f"layer runs (mtp_use_repeated_layer): {', '.join(choice.own)} would change all of "
+            "them. Use Megatron's choices there."
+        )
     if choice.group > 1:
         raise PolicyError(
             f"{choice} on layer {index}, a multi-token-prediction depth: Megatron checkpoints each "

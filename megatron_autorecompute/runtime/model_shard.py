@@ -58,6 +58,7 @@ def kinds(
         for index in site.indices
     }
     tower = "" if tower == ENCODER else tower  # T5's layers differ in structure
+    repeated = {i for s in model_layers.mtp_sites(chunks) if len(s.indices) > 1 for i in s.indices}
     in_front = model_layers.frozen_in_front(chunks)
     features = model_layers.feature_layers(chunks)
     for layer, index in model_layers.numbered_layers(chunks):
@@ -75,15 +76,20 @@ def kinds(
             or (found[0][1] < tower_layers and tower)
             or layer_kinds.name(found[0][0]),
             tuple(index for _, index in found),
-            _without_full(choices_of(found[0][0]), found[0][1] in features),
+            _possible(choices_of(found[0][0]), found[0][1] in features, found[0][1] in repeated),
             layer_kinds.has_experts(found[0][0]),
         )
         for signature, found in members.items()
     ]
 
 
-def _without_full(choices: Choices, refused: bool) -> Choices:
-    return tuple(each for each in choices if not (refused and each.granularity == "full"))
+def _possible(choices: Choices, gives_features: bool, is_repeated: bool) -> Choices:
+    """Those of a layer that may be full, and of one that runs for a single depth."""
+    return tuple(
+        each
+        for each in choices
+        if not (gives_features and each.granularity == "full") and not (is_repeated and each.own)
+    )
 
 
 def _depth_name(config: Any, index: int) -> str:
@@ -96,8 +102,9 @@ def choices(
     """A layer's choices: none, full, and every set of modules that it has and Megatron allows; of a
     depth with a stack of its own also checkpoints inside it.
 
-    Two sorts of sets are left out: those with a module that lies inside another one of the set
-    (`moe` contains its experts' activation), and beyond `most` choices the largest sets.
+    Three sorts of sets are left out: those with a module that lies inside another one of the set
+    (`moe` contains its experts' activation); where a layer has norms of both sorts, those that
+    rerun the fused ones alone; and beyond `most` choices the largest sets.
 
     Args:
         layer: a built layer of a Megatron model.
@@ -111,10 +118,18 @@ def choices(
         for size in range(1, len(modules) + 1)
         for combination in itertools.combinations(modules, size)
         if not any(set(combination) & set(RERUN_WITH.get(name, ())) for name in combination)
+        and ("ln_out" not in combination or _norms(layer, modules, combination))
     )
     selective = itertools.chain.from_iterable(_with_kept(s, parts) for s in sets)
     full = _checkpoints(layer, parts) if rules.is_allowed(layer.config, FULL) else []
     return (NONE, *full, *itertools.islice(selective, most - 1 - len(full)))
+
+
+def _norms(layer: torch.nn.Module, modules: Sequence[str], chosen: Sequence[str]) -> bool:
+    """Whether a set with `ln_out` is worth a measurement: some fused norm is not in another module
+    of it, and the layer's other norms run again, too."""
+    alone = "layernorm" in modules and "layernorm" not in chosen
+    return not alone and any(layer_parts.fused_norms(layer, chosen))
 
 
 def _checkpoints(layer: torch.nn.Module, parts: Sequence[str]) -> list[LayerPolicy]:

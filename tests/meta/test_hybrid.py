@@ -153,7 +153,9 @@ def test_packed_samples_hold_more_only_where_ranks_exchange_their_tokens():
     }
     # Places of all ranks' tokens, there and back: int32 in mamba_context_parallel.py, int64 in
     # gated_delta_net's _build_thd_cp_a2a_perm.
-    places = {("mamba", "none"): 2 * 4 * 2048, ("gdn", "none"): 2 * 8 * 2048}
+    numbers = {"mamba": 2 * 4 * 2048, "gdn": 2 * 8 * 2048}
+    selective = ("none", "selective[ln_out]")
+    places = {(kind, choice): n for kind, n in numbers.items() for choice in selective}
     assert more == {**dict.fromkeys(more, 0), **places}
 
 

@@ -313,6 +313,7 @@ def test_one_layer_for_several_depths_runs_the_choice_of_each(one_rank, pattern)
     as Megatron's own does."""
     from megatron_autorecompute.compat import model_layers
     from megatron_autorecompute.runtime.apply import apply
+    from megatron_autorecompute.runtime.model_shard import ModelShard
 
     repeated = {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}
     with runnable():
@@ -340,6 +341,10 @@ def test_one_layer_for_several_depths_runs_the_choice_of_each(one_rank, pattern)
             assert (ran.count("router"), ran.count("pre_mlp_layernorm")) == times, depths
             for name, gradient in step.gradients.items():
                 torch.testing.assert_close(gradient, base.gradients[name], rtol=1e-4, atol=1e-7)
+        with pytest.raises(PolicyError, match=r"experts would change all of them"):
+            apply(RecomputePolicy.parse("none*3,selective[experts]", num_layers=4), models)
+        kinds = ModelShard(models).kinds
+        assert not any(choice.own for kind in kinds for choice in kind.choices if 2 in kind.layers)
 
 
 @pytest.mark.parametrize(
