@@ -22,9 +22,9 @@ import torch
 from megatron_autorecompute.cli.estimate import default_budget_bytes
 from megatron_autorecompute.cli.jobs import EXAMPLES
 from megatron_autorecompute.meta.devices import device as gpu_of
+from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.job import job_from, read_description
 from megatron_autorecompute.meta.meta_step import (
-    StepShape,
     TokenStep,
     build_chunks,
     build_gpt,

@@ -31,12 +31,11 @@ from rich.progress import track
 
 from megatron_autorecompute.compat import versions
 from megatron_autorecompute.meta import without_cuda
+from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
 from megatron_autorecompute.meta.meta_step import (
-    StepShape,
     TokenStep,
     build_chunks,
     build_gpt,
-    fake_ranks,
     kept_between_steps,
     meta_config,
     stage_step,

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from megatron_autorecompute.cli.estimate import default_budget_bytes
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import Job, load_job
-from megatron_autorecompute.meta.outside_torch import outside_torch
+from megatron_autorecompute.meta.static_bytes import outside_torch
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile

@@ -1,5 +1,6 @@
 """Megatron's TEGroupedMLP on CPU: its two grouped linear layers, one product for each expert."""
 
+import functools
 from contextlib import contextmanager
 from unittest import mock
 
@@ -28,14 +29,23 @@ def grouped_experts():
     """In this block the local backend builds grouped experts where moe_grouped_gemm is set."""
     from megatron.core.models.backends import LocalSpecProvider
 
-    from megatron_autorecompute.compat import versions
-
     usual = LocalSpecProvider.grouped_mlp_modules
 
     def modules(self, moe_use_grouped_gemm, *legacy):
         if moe_use_grouped_gemm:
-            return versions.grouped_mlp(GroupedLinear, GroupedLinear)
+            return _grouped_mlp(GroupedLinear, GroupedLinear)
         return usual(self, moe_use_grouped_gemm, *legacy)
 
     with mock.patch.object(LocalSpecProvider, "grouped_mlp_modules", modules):
         yield
+
+
+def _grouped_mlp(linear_fc1, linear_fc2):
+    """What `grouped_mlp_modules` returns: a pair through 0.17, since 0.18 a builder."""
+    from megatron.core.transformer.moe import experts
+
+    linears = {"linear_fc1": linear_fc1, "linear_fc2": linear_fc2}
+    submodules = getattr(experts, "GroupedMLPSubmodules", None)
+    if submodules is None:
+        return experts.TEGroupedMLP, experts.MLPSubmodules(**linears)
+    return functools.partial(experts.TEGroupedMLP, submodules=submodules(**linears))

@@ -24,8 +24,9 @@ from benchmarks.gpu.results import Ledger
 from megatron_autorecompute.cli.estimate import default_budget_bytes
 from megatron_autorecompute.cli.jobs import EXAMPLES
 from megatron_autorecompute.meta.devices import device as gpu_of
+from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
 from megatron_autorecompute.meta.job import Job, job_from, read_description
-from megatron_autorecompute.meta.meta_step import StepShape, build_chunks, fake_ranks, run_step
+from megatron_autorecompute.meta.meta_step import build_chunks, run_step
 from megatron_autorecompute.meta.model import (
     JobStep,
     add_main_gradients,

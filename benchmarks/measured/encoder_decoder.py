@@ -20,8 +20,8 @@ from benchmarks.measured.stage_need import Need, need_of
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import Device
+from megatron_autorecompute.meta.fake_ranks import fake_ranks
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.meta_step import fake_ranks
 from megatron_autorecompute.meta.model import (
     megatron_config,
     meta_megatron,

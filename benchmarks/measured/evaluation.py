@@ -22,8 +22,9 @@ from megatron.core.fusions import fused_bias_dropout
 
 from benchmarks.measured.caching_allocator import CachingAllocator
 from megatron_autorecompute.meta.devices import Device
+from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.meta_step import StepShape, run_step
+from megatron_autorecompute.meta.meta_step import run_step
 from megatron_autorecompute.patched import patched
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.measured.caching_allocator import Block, CachingAllocator
-from megatron_autorecompute.meta import ops, shared_buffers
+from megatron_autorecompute.meta import kept_bytes, ops
 from megatron_autorecompute.runtime.live_bytes import Entry, LiveBytes
 
 PRODUCTS_OF_TORCH = frozenset(
@@ -24,11 +24,11 @@ class FirstUse:
     def __init__(self, allocator: CachingAllocator, sizes: dict[str, int]) -> None:
         self._allocator = allocator
         self._left = {name: (1, size_bytes) for name, size_bytes in sizes.items()}
-        _, of_torch = self._left.pop(shared_buffers.OF_TORCH, (1, 0))
+        _, of_torch = self._left.pop(kept_bytes.OF_TORCH, (1, 0))
         self._left |= {"forward": (1, of_torch // 2), "backward": (1, of_torch // 2)}
-        if of_grouped := sizes.get(shared_buffers.OF_GROUPED):
-            streams_of_grouped = shared_buffers.GROUPED_STREAMS
-            self._left[shared_buffers.OF_GROUPED] = (
+        if of_grouped := sizes.get(kept_bytes.OF_GROUPED):
+            streams_of_grouped = kept_bytes.GROUPED_STREAMS
+            self._left[kept_bytes.OF_GROUPED] = (
                 streams_of_grouped,
                 of_grouped // streams_of_grouped,
             )
@@ -42,11 +42,11 @@ class FirstUse:
             self._make("backward" if running else "forward")
         elif func is ops.gemm.default:
             grouped = args[1].dim() == 3
-            self._make(shared_buffers.OF_GROUPED if grouped else shared_buffers.OF_LINEAR)
+            self._make(kept_bytes.OF_GROUPED if grouped else kept_bytes.OF_LINEAR)
         elif func is ops.general_gemm.default:
-            self._make(shared_buffers.OF_LINEAR)
+            self._make(kept_bytes.OF_LINEAR)
         elif func is ops.gemm_weight_gradient.default:
-            self._make(shared_buffers.dummy_name(args[2].shape[-2:]))
+            self._make(kept_bytes.dummy_name(args[2].shape[-2:]))
 
     def rest(self) -> None:
         """Make what no operation has asked for."""

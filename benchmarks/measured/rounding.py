@@ -25,17 +25,19 @@ from benchmarks.measured.live_blocks import FirstUse, LiveBlocks
 from megatron_autorecompute.meta import kernels, ops
 from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import Device
+from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.kept_bytes import (
+    GROUPED_TYPES,
+    counted_weights,
+    shared_buffers,
+)
 from megatron_autorecompute.meta.meta_step import (
-    StepShape,
     applied,
     kept_between_steps,
     run_step,
 )
-from megatron_autorecompute.meta.model import add_main_gradients
-from megatron_autorecompute.meta.profiling import counted_weights
-from megatron_autorecompute.meta.shared_buffers import GROUPED_TYPES, shared_buffers
-from megatron_autorecompute.meta.stage_runs import built_stage
+from megatron_autorecompute.meta.model import add_main_gradients, built_stage
 from megatron_autorecompute.meta.static_bytes import (
     gradient_bytes,
     state_parts,

@@ -11,11 +11,11 @@ import torch
 from benchmarks.measured.rounding import StaticBlocks, few_microbatches, rounding_of
 from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import Device
+from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.meta_step import StepShape, applied, trace_step
-from megatron_autorecompute.meta.profiling import counted_weights
-from megatron_autorecompute.meta.shared_buffers import shared_buffers
-from megatron_autorecompute.meta.stage_runs import built_stage
+from megatron_autorecompute.meta.kept_bytes import counted_weights, shared_buffers
+from megatron_autorecompute.meta.meta_step import applied, trace_step
+from megatron_autorecompute.meta.model import built_stage
 from megatron_autorecompute.meta.static_bytes import optimizer_step_bytes, static_bytes
 
 

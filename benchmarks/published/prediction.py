@@ -14,8 +14,8 @@ from benchmarks.published import runs  # noqa: E402
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
 from megatron_autorecompute.meta.devices import Device  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
+from megatron_autorecompute.meta.job_config import GraphScope  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
-from megatron_autorecompute.meta.resolved import GraphScope  # noqa: E402
 from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
 from scripts import bridge_jobs, nvidia_recipes  # noqa: E402
 

@@ -34,7 +34,7 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, device
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.measured_records import measured_kinds, with_measured
-from megatron_autorecompute.meta.outside_torch import outside_torch
+from megatron_autorecompute.meta.static_bytes import outside_torch
 from megatron_autorecompute.one_device import LEAST, MOST
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import Profile

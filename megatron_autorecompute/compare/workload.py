@@ -40,7 +40,7 @@ from megatron_autorecompute.compat import (
     versions,
 )
 from megatron_autorecompute.errors import MachineError
-from megatron_autorecompute.meta.hybrid import check_supported
+from megatron_autorecompute.meta.model import check_hybrid
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import StaticBytes
@@ -281,7 +281,7 @@ def _config(shape: Shape, variant: Variant) -> TransformerConfig:
         "use_cpu_initialization": not on_cuda,
     }
     if pattern is not None:
-        check_supported("the comparison's job")
+        check_hybrid("the comparison's job")
         values |= {"is_hybrid_model": True, "mtp_num_layers": pattern.mtp_num_layers or None}
         if "E" in str(pattern):
             values |= {**EXPERTS, "moe_ffn_hidden_size": 4 * shape.hidden_size}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 from types import ModuleType
@@ -86,36 +85,6 @@ def auxiliary_loss_log() -> tuple[ModuleType, str, Any]:
     from megatron.core.transformer.moe import moe_logging
 
     return moe_logging, "_MOE_METRICS_TRACKER", None
-
-
-def grouped_mlp(linear_fc1: type, linear_fc2: type) -> Any:
-    """What a BackendSpecProvider's `grouped_mlp_modules` returns for experts of these layers.
-
-    Through 0.17 a pair of class and submodules, since 0.18 a builder.
-    """
-    from megatron.core.transformer.moe import experts
-
-    linears = {"linear_fc1": linear_fc1, "linear_fc2": linear_fc2}
-    submodules = getattr(experts, "GroupedMLPSubmodules", None)
-    if submodules is None:
-        return experts.TEGroupedMLP, experts.MLPSubmodules(**linears)
-    return functools.partial(experts.TEGroupedMLP, submodules=submodules(**linears))
-
-
-def sequential_mlp(linear_fc1: type, linear_fc2: type) -> Any:
-    """The class of experts that run one after the other."""
-    from megatron.core.transformer.moe import experts
-
-    submodules = experts.MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
-    if not hasattr(experts, "GroupedMLPSubmodules"):
-        return experts.SequentialMLP, submodules
-    return functools.partial(experts.SequentialMLP, submodules=submodules)
-
-
-def qk_norm_resolver() -> ModuleType | None:
-    """The module that asks a backend for MLA's query and key norms (since 0.19), else None."""
-    name = "megatron.core.transformer.mla_qk_norm_config"
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
 def schedule_nodes() -> ModuleType:

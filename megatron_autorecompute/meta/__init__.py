@@ -2,6 +2,6 @@
 
 `job` describes the training job, and `devices` the rates of a device. `kernels` has stand-ins for
 fused kernels that need a device, `model` builds one rank's layers from Megatron's own specs,
-`roofline` times operations, `static` counts bytes that live through the step, and `profiling` makes
-the `Profile`.
+`roofline` times operations, `kept_bytes` and `static_bytes` count what lives through the step, and
+`profiling` makes the `Profile`.
 """

@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -74,7 +74,16 @@ def attend_in_parallel(
     if comm_type == "a2a+p2p":
         inner, ring = hierarchy or (1, ring)
     function = {"a2a": _Ulysses, "all_gather": _AllGather}.get(comm_type, _Ring)
-    return cast(torch.Tensor, function.apply(*tensors, group, window, inner, ring))
+    return cast(torch.Tensor, function.apply(*tensors, _Exchange(group, window, inner, ring)))
+
+
+class _Exchange(NamedTuple):
+    """Context parallel ranks, the window, and the ranks of an all-to-all and of a ring."""
+
+    group: Any
+    window: int
+    inner: int
+    ring: int
 
 
 class _Ulysses(torch.autograd.Function):
@@ -84,15 +93,9 @@ class _Ulysses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        group: Any,
-        window: int,
-        *_: int,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Exchange
     ) -> torch.Tensor:
-        ranks = group.size()
+        group, window, ranks = how.group, how.window, how.group.size()
         q, k, v = _to_heads([q, k, v], group, ranks)
         out, statistics = ops.attention(q, k, v, CAUSAL, window)
         ctx.save_for_backward(q, k, v, out, statistics)
@@ -104,7 +107,7 @@ class _Ulysses(torch.autograd.Function):
         group, ranks, window = ctx.more
         (gradient,) = _to_heads([gradient], group, ranks)
         gradients = ops.attention_backward(*ctx.saved_tensors, gradient, CAUSAL, window)
-        return *_to_sequence(gradients, group, ranks), None, None, None, None
+        return *_to_sequence(gradients, group, ranks), None
 
 
 class _AllGather(torch.autograd.Function):
@@ -114,14 +117,9 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        group: Any,
-        window: int,
-        *_: int,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Exchange
     ) -> torch.Tensor:
+        group, window, *_ = how
         whole_k, whole_v = (_gathered_in_order(part, group) for part in (k, v))
         half = q.new_empty(q.shape[0] // 2, *q.shape[1:])  # q of one of two steps
         out, statistics = ops.attention(q, k, v, CAUSAL * group.size(), window)
@@ -145,7 +143,7 @@ class _AllGather(torch.autograd.Function):
         )
         del steps, wholes, dk, dv
         dk, dv = (_scattered_in_order(part, group) for part in sums)
-        return dq, dk, dv, None, None, None, None
+        return dq, dk, dv, None
 
 
 class _Ring(torch.autograd.Function):
@@ -158,15 +156,9 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        group: Any,
-        window: int,
-        inner: int,
-        ring: int,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Exchange
     ) -> torch.Tensor:
+        group, window, inner, ring = how
         if inner > 1:
             q, k, v = _to_heads([q, k, v], group, inner)
         arrived = [torch.cat((k.reshape(-1), v.reshape(-1)))]
@@ -186,7 +178,7 @@ class _Ring(torch.autograd.Function):
         if inner > 1:
             out = _to_sequence([out], group, inner)[0]
         ctx.save_for_backward(q, kv, out, statistics)
-        ctx.more = (k.shape, v.shape, group, window, inner, ring)
+        ctx.more = (k.shape, v.shape, *how)
         return out
 
     @staticmethod
@@ -206,7 +198,7 @@ class _Ring(torch.autograd.Function):
         gradients = [dq, dk, dv]
         if inner > 1:
             gradients = _to_sequence(gradients, group, inner)
-        return *gradients, None, None, None, None
+        return *gradients, None
 
 
 def _parted(kv: torch.Tensor, k_shape: Any, v_shape: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -208,44 +208,26 @@ def _file() -> dict[str, Any]:
     return found
 
 
-def _host(data: object) -> Host:
-    assert isinstance(data, dict), "devices.json is ours"
-    return Host(
-        data["link"] * 1e9,
-        data["shared_by"],
-        round(data["memory"] * 1e9),
-        data["gpus"],
-        data["source"],
-    )
-
-
-def _l2_bytes(data: object) -> int | None:
-    if data is None:
-        return None
-    assert isinstance(data, dict), "devices.json is ours"
-    return round(data["mib"] * (1 << 20))
-
-
-def _device(name: str, data: Mapping[str, object]) -> Device:
-    def number(key: str) -> float:
-        return float(str(data[key]))
-
-    tflops = data["tflops"]
-    reaches = data["reaches"]
-    assert isinstance(tflops, dict), "devices.json is ours"
-    assert isinstance(reaches, dict), "devices.json is ours"
+def _device(name: str, data: Any) -> Device:
+    host, l2, reaches = data["host"], data.get("l2"), data["reaches"]
     return Device(
         name,
-        number("capability"),
-        round(number("memory_gib") * GIB),
-        {precision: value * 1e12 for precision, value in tflops.items()},
-        number("bandwidth") * 1e9,
-        number("link") * 1e9,
-        int(number("link_domain")),
-        number("network") * 1e9,
-        str(data["source"]),
-        _host(data["host"]),
-        _l2_bytes(data.get("l2")),
-        Efficiency(**{name: float(value) for name, (value, _) in reaches.items()}),
-        {name: source for name, (_, source) in reaches.items()},
+        float(data["capability"]),
+        round(data["memory_gib"] * GIB),
+        {precision: value * 1e12 for precision, value in data["tflops"].items()},
+        data["bandwidth"] * 1e9,
+        data["link"] * 1e9,
+        data["link_domain"],
+        data["network"] * 1e9,
+        data["source"],
+        Host(
+            host["link"] * 1e9,
+            host["shared_by"],
+            round(host["memory"] * 1e9),
+            host["gpus"],
+            host["source"],
+        ),
+        None if l2 is None else round(l2["mib"] * (1 << 20)),
+        Efficiency(**{field: float(value) for field, (value, _) in reaches.items()}),
+        {field: source for field, (_, source) in reaches.items()},
     )

@@ -22,7 +22,6 @@ import torch
 
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.outside_torch import dispatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ EVEN = Rows()
 
 def rows(job: Job) -> Rows:
     """The rows of a job."""
-    if dispatcher(job) != "hybridep":
+    if job.dispatcher != "hybridep":
         return EVEN
     config = job.resolved
     capacity, stashed = config.moe_expert_rank_capacity_factor, None

@@ -15,8 +15,7 @@ from typing import Any
 
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
-from megatron_autorecompute.meta.job_checks import refuse_unmodelled
-from megatron_autorecompute.meta.resolved import FIELDS
+from megatron_autorecompute.meta.job_config import FIELDS, refuse_unmodelled
 from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.patched import patched, patched_environ
 from megatron_autorecompute.planner.cost.hybrid_pattern import check_flags

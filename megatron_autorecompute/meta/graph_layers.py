@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_iter
 from megatron_autorecompute.compat import graph_fields, model_layers, rules
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import FIELDS
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
     JobStep,
@@ -40,7 +41,6 @@ from megatron_autorecompute.meta.model import (
     shard,
     shard_config,
 )
-from megatron_autorecompute.meta.resolved import FIELDS
 from megatron_autorecompute.meta.roofline import Reading, Roofline
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (

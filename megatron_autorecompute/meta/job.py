@@ -17,18 +17,16 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError, PipelineError
-from megatron_autorecompute.meta.job_checks import (
+from megatron_autorecompute.meta.job_config import (
     LORA_TARGETS,
-    check_config,
-    check_targets,
-    refuse_unmodelled,
-)
-from megatron_autorecompute.meta.resolved import (
     MOST_WIDTH,
     SAMPLE_BYTES,
     GraphScope,
     Ranks,
     Resolved,
+    check_config,
+    check_targets,
+    refuse_unmodelled,
 )
 from megatron_autorecompute.options import nearest
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
@@ -203,6 +201,12 @@ class Job:
         return -(-self.vocab_size // multiple) * multiple
 
     @property
+    def dispatcher(self) -> str:
+        """alltoall, allgather, or the backend of the flex dispatcher."""
+        name = self.resolved.moe_token_dispatcher_type
+        return self.resolved.moe_flex_dispatcher_backend if name == "flex" else name
+
+    @property
     def num_layers(self) -> int:
         """Decoder layers."""
         return self.resolved.num_layers
@@ -220,7 +224,7 @@ class Job:
     def keeps_dummies(self, what: Literal["linear", "grouped"]) -> bool:
         """Whether backward of these layers returns a dummy weight gradient that is kept.
 
-        `shared_buffers.dummy_weight_gradients` says what it is for. TE keeps one for each shape of
+        `kept_bytes.dummy_weight_gradients` says what it is for. TE keeps one for each shape of
         linear layers since 2.3 (commit ba5dc5dde, #1651), of experts since 2.10 (d2945c6a5, #2305).
         """
         since = {"linear": (2, 3), "grouped": (2, 10)}

@@ -18,15 +18,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron_autorecompute.compat import versions
-from megatron_autorecompute.meta import (
-    attention,
-    expert_rows,
-    ops,
-)
+from megatron_autorecompute.compat import layer_specs, model_layers, versions
+from megatron_autorecompute.meta import attention, expert_rows, mixers, ops
 from megatron_autorecompute.patched import patched
 
 
@@ -60,7 +55,7 @@ class Settings:
     linear_gradients: bool = False
     """Whether the backward of a linear layer makes a tensor of its weight's shape, which its
     parameter's hook frees: without gradient accumulation fusion the gradient, and with it the dummy
-    of Transformer Engine's versions that do not keep it (`shared_buffers`)."""
+    of Transformer Engine's versions that do not keep it (`kept_bytes`)."""
     grouped_gradients: bool = False
     """Whether the backward of experts' products makes a tensor of their weights' shape."""
     fuses_gradients: bool = True
@@ -288,46 +283,30 @@ def _mla_gradients(
     return ops.mla_rotate_backward(dk, dv, like_kv, like_position)
 
 
-class _Gated(torch.autograd.Function):
-    """SwiGLU and its like, times the router's weights for experts. Saves: its input, in one byte
-    per element with `activation_func_fp8_input_store`, and the weights. Megatron
-    fusions/fused_bias_swiglu.py `SwiGLUFunction`, `WeightedSwiGLUFunction`, fused_bias_geglu.py
-    `WeightedQuickGeGLUFunction`."""
+class _Activation(torch.autograd.Function):
+    """An activation as one kernel: SwiGLU and its like (`gated`) or one that is not, times the
+    router's weights for experts. Saves: its input, in one byte per element with
+    `activation_func_fp8_input_store`, and the weights. Megatron fusions/fused_bias_swiglu.py
+    `SwiGLUFunction`, `WeightedSwiGLUFunction`, fused_bias_geglu.py `WeightedQuickGeGLUFunction`,
+    fused_weighted_squared_relu.py `WeightedSquaredReLUFunction`, fused_bias_gelu.py `GeLUFunction`
+    (whose bias is a parameter)."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, in_fp8: bool
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, gated: bool, in_fp8: bool = False
     ) -> torch.Tensor:
         saved = x if weights is None else _stashed(ctx, x)
         ctx.save_for_backward(
             saved.to(torch.float8_e4m3fn) if in_fp8 and saved is x else saved, weights
         )
-        return ops.gated(x, weights)
+        return (ops.gated if gated else ops.pointwise)(x, weights)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved, weights = ctx.saved_tensors
-        x = _restored(ctx, saved)
-        dx, dweights = ops.gated_backward(gradient, x.to(gradient.dtype), weights)
-        return dx, None if weights is None else dweights, None
-
-
-class _Pointwise(torch.autograd.Function):
-    """An activation that is not gated, as one kernel. Saves: its input, and the router's weights.
-    Megatron fusions/fused_weighted_squared_relu.py `WeightedSquaredReLUFunction`,
-    fused_bias_gelu.py `GeLUFunction` (whose bias is a parameter)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(x if weights is None else _stashed(ctx, x), weights)
-        return ops.pointwise(x, weights)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved, weights = ctx.saved_tensors
-        x = _restored(ctx, saved)
-        dx, dweights = ops.pointwise_backward(gradient, x, weights)
-        return dx, None if weights is None else dweights
+        x = _restored(ctx, saved).to(gradient.dtype)
+        dx, dweights = ops.activation_backward(gradient, x, weights)
+        return dx, None if weights is None else dweights, None, None
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -401,6 +380,7 @@ class _LinearModule(torch.nn.Module):
         input_size, output_size: the sizes of the whole layer.
         parallel: column, row, or none.
         normed: whether the input goes through a norm first.
+        experts: above 0: weights of so many, whose tokens the dispatcher exchanges.
     """
 
     parallel = "none"
@@ -419,6 +399,7 @@ class _LinearModule(torch.nn.Module):
         is_expert: bool = False,
         parallel_mode: str | None = None,
         tp_group: Any = None,
+        experts: int = 0,
         **_: Any,
     ) -> None:
         super().__init__()
@@ -434,7 +415,7 @@ class _LinearModule(torch.nn.Module):
             output_size //= size
         elif parallel == "row":
             input_size //= size
-        split = parallel != "none" and size > 1
+        split = parallel != "none" and size > 1 and not experts
         sequence = split and config.sequence_parallel and not is_expert
         self.split = _Split(
             self.group,
@@ -444,15 +425,17 @@ class _LinearModule(torch.nn.Module):
             reduces_gradient=split and not sequence and parallel == "column",
         )
         self.precision, self.userbuffers = PRECISIONS[_settings.precision], _settings.userbuffers
-        self._parameters_of(config, input_size, output_size, bias)
+        self._parameters_of(config, (experts,) * (experts > 0), input_size, output_size, bias)
         self.skip_bias_add, self.te_return_bias = skip_bias_add, skip_bias_add and bias
         if is_expert:
             for parameter in self.parameters():
                 parameter.allreduce = False  # type: ignore[attr-defined]
 
-    def _parameters_of(self, config: Any, inputs: int, outputs: int, bias: bool) -> None:
+    def _parameters_of(
+        self, config: Any, each: tuple[int, ...], inputs: int, outputs: int, bias: bool
+    ) -> None:
         def made(*size: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.empty(*size, dtype=config.params_dtype))
+            return torch.nn.Parameter(torch.empty(*each, *size, dtype=config.params_dtype))
 
         self.weight = made(outputs, inputs)
         self.bias = made(outputs) if bias else None
@@ -523,46 +506,15 @@ class RowLinear(_LinearModule):
     parallel = "row"
 
 
-class _GroupedLinear(torch.nn.Module):
+class _GroupedLinear(_LinearModule):
     """Experts of one rank: weight [experts, out, in]. TE pytorch/module/grouped_linear.py."""
 
-    parallel = "column"
-    save_original_input = False
-    shares = ""
-    is_expert = True
+    def __init__(self, num_gemms: int, *sizes: int, pg_collection: Any = None, **more: Any) -> None:
+        group = pg_collection.expt_tp if pg_collection else None
+        more |= {"is_expert": True, "tp_group": group, "experts": num_gemms}
+        super().__init__(*sizes, **more)
 
-    def __init__(
-        self,
-        num_gemms: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        bias: bool = False,
-        skip_bias_add: bool = False,
-        pg_collection: Any = None,
-        **_: Any,
-    ) -> None:
-        super().__init__()
-        self.te_return_bias = skip_bias_add and bias
-        self.group = pg_collection.expt_tp if pg_collection else _tensor_group(True)
-        self.config, self.split = config, _Split(self.group)
-        self.adapter: Any = None
-        self.inputs, self.outputs = input_size, output_size
-        ranks = self.group.size()
-        sizes = (output_size // ranks, input_size)
-        if self.parallel == "row":
-            sizes = (output_size, input_size // ranks)
-        self.weight = torch.nn.Parameter(torch.empty(num_gemms, *sizes, dtype=config.params_dtype))
-        self.bias = None
-        if bias:
-            empty = torch.empty(num_gemms, sizes[0], dtype=config.params_dtype)
-            self.bias = torch.nn.Parameter(empty)
-        for parameter in self.parameters():
-            parameter.allreduce = False  # type: ignore[attr-defined]
-        self.precision = PRECISIONS[_settings.precision]
-
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: torch.Tensor, tokens_per_expert: Any
     ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """x [tokens, in], sorted by expert, to [tokens, out]. Biases are added in the product, or
@@ -575,12 +527,11 @@ class _GroupedLinear(torch.nn.Module):
             return y, None
         return y, list(self.bias)
 
-    def backward_dw(self) -> None:
-        """Weight gradients are never delayed here."""
-
 
 class GroupedColumnLinear(_GroupedLinear):
     """Stands for TEColumnParallelGroupedLinear."""
+
+    parallel = "column"
 
 
 class GroupedRowLinear(_GroupedLinear):
@@ -679,46 +630,17 @@ def _tensor_group(is_expert: bool) -> Any:
 # --------------------------------------------------------------------------------- putting in place
 
 
-class StandIns(BackendSpecProvider):
-    """Gives stand-ins to Megatron's own layer specs, where TESpecProvider gives TE's modules."""
-
-    def linear(self) -> type:
-        """A linear layer that is not split."""
-        return Linear
-
-    def column_parallel_linear(self) -> type:
-        """A linear layer with its output split."""
-        return ColumnLinear
-
-    def row_parallel_linear(self) -> type:
-        """A linear layer with its input split."""
-        return RowLinear
-
-    def fuse_layernorm_and_linear(self) -> bool:
-        """True, as for TE."""
-        return True
-
-    def column_parallel_layer_norm_linear(self) -> type:
-        """Norm and linear layer in one."""
-        return NormColumnLinear
-
-    def layer_norm(self, *_: Any, **__: Any) -> type:
-        """A norm by itself."""
-        return Norm
-
-    def core_attention(self) -> type:
-        """Fused attention."""
-        return Attention
-
-    def activation_func(self) -> None:
-        """The activation; None: Megatron's own."""
-        return None
-
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *_: Any) -> Any:
-        """Experts, with grouped products or one after the other."""
-        if not moe_use_grouped_gemm:
-            return versions.sequential_mlp(ColumnLinear, RowLinear)
-        return versions.grouped_mlp(GroupedColumnLinear, GroupedRowLinear)
+LAYERS = {
+    "TELinear": Linear,
+    "TEColumnParallelLinear": ColumnLinear,
+    "TELayerNormColumnParallelLinear": NormColumnLinear,
+    "TERowParallelLinear": RowLinear,
+    "TEColumnParallelGroupedLinear": GroupedColumnLinear,
+    "TERowParallelGroupedLinear": GroupedRowLinear,
+    "TENorm": Norm,
+    "TEDotProductAttention": Attention,
+}
+"""The stand-ins by their names in megatron-core's extensions/transformer_engine.py."""
 
 
 def rotate(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -738,10 +660,6 @@ def _mla_kv(
     **__: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return _MlaRotation.apply(kv, k_position, k_width, v_width)
-
-
-def _loss(logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return _CrossEntropy.apply(logits)
 
 
 def _general_gemm(
@@ -777,136 +695,163 @@ def _frees_quantised(original: Any) -> Any:
     return should_free_input
 
 
-def _backend(original: Any, implementation: str) -> Any:
-    return StandIns() if implementation == "transformer_engine" else original(implementation)
+Replacements = dict[str, dict[str, Any]]
+"""By modules below megatron.core, names in them and what takes their places."""
 
 
-def _compiled() -> Iterator[tuple[Any, dict[str, Any]]]:
-    """The replacements of functions that Megatron has torch compile."""
+def _compiled() -> Replacements:
+    """Of functions that Megatron has torch compile."""
 
     def gate(x: Any, bias: Any, in_fp8: bool = False, *_: Any) -> Any:
-        return _Gated.apply(x, None, in_fp8)
+        return _Activation.apply(x, None, True, in_fp8)
 
     def weighted_gate(x: Any, bias: Any, weights: Any, in_fp8: bool = False, *_: Any) -> Any:
-        return _Gated.apply(x, weights, in_fp8)
+        return _Activation.apply(x, weights, True, in_fp8)
 
     def quick_gate(x: Any, weights: Any, in_fp8: bool, *_: Any) -> Any:
-        return _Gated.apply(x, weights, in_fp8)
+        return _Activation.apply(x, weights, True, in_fp8)
 
-    yield (
-        _module("transformer.mlp"),
-        {
+    original = _module("fusions.fused_cross_entropy").calculate_gradients
+
+    def calculate_gradients(softmax: torch.Tensor, *rest: Any) -> torch.Tensor:
+        """`grad_2d[...] -= ...` writes to its input where it runs as it is; inductor makes an
+        `index_put` of it, whose result is a tensor of its own, in fp32."""
+        result = softmax.clone()
+        gradient: torch.Tensor = original(softmax, *rest)
+        del result
+        return gradient
+
+    return {
+        "transformer.mlp": {
             "bias_swiglu_impl": gate,
             "bias_geglu_impl": gate,
-            "bias_gelu_impl": lambda x, bias: _Pointwise.apply(x, None),
+            "bias_gelu_impl": lambda x, bias: _Activation.apply(x, None, False),
             "weighted_bias_swiglu_impl": weighted_gate,
         },
-    )
-    yield (
-        _module("transformer.moe.experts"),
-        {
+        "transformer.moe.experts": {
             "weighted_bias_swiglu_impl": weighted_gate,
-            "weighted_squared_relu_impl": _Pointwise.apply,
+            "weighted_squared_relu_impl": lambda x, weights: _Activation.apply(x, weights, False),
         },
-    )
-    # Around it Megatron's own code clamps, and copies what it clamped.
-    yield (
-        _module("fusions.fused_bias_geglu"),
-        {
+        # Around it Megatron's own code clamps, and copies what it clamped.
+        "fusions.fused_bias_geglu": {
             "WeightedQuickGeGLUFunction": SimpleNamespace(apply=quick_gate),
             "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=weighted_gate),
         },
-    )
-    yield _compiled_cross_entropy()
+        "fusions.fused_cross_entropy": {"calculate_gradients": calculate_gradients},
+    }
 
 
 def _module(name: str) -> Any:
     return importlib.import_module("megatron.core." + name)
 
 
-def _replacements() -> Iterator[tuple[Any, dict[str, Any]]]:
-    module = _module
-    if _settings.compiles:
-        yield from _compiled()
-    yield (
-        module("models.gpt.gpt_layer_specs"),
-        {
-            "TESpecProvider": StandIns,
-            "TENorm": Norm,
-            "HAVE_TE": True,
+def _of_hybrids() -> Replacements:
+    """For a HybridModel's layers, and latent MoE's linear layers."""
+    variants = "transformer.experimental_attention_variant."
+    places = {
+        module: {name: functools.partial(_on_meta, function)}
+        for module, name, function in layer_specs.places_of_packed_tokens()
+    }
+    delta = "ssm.gated_delta_net."
+    return {
+        "models.hybrid.hybrid_block": LAYERS,
+        "ssm.mamba_mixer": {
+            "HAVE_MAMBA_SSM": True,
+            "HAVE_EINOPS": True,
+            "MAMBA_HAS_STATE_DTYPE": False,
+            "_check_mamba_sequence_packing_support": lambda **_: (True, None),
+            "RMSNormGated": mixers.GroupNorm,
+            "ExtendedRMSNorm": mixers.GroupNorm,
+            "mamba_split_conv1d_scan_combined": mixers.split_conv1d_scan,
+            "rearrange": mixers.rearrange,
         },
+        "ssm.mamba_context_parallel": {
+            "HAVE_EINOPS": True,
+            "repeat": mixers.repeat,
+            "is_te_min_version": lambda *_: True,
+            "tex": mixers.PackedIndices,
+        },
+        delta + "common": {
+            "HAVE_FLA": True,
+            "l2norm": mixers.l2norm,
+            "chunk_gated_delta_rule": mixers.chunk_gated_delta_rule,
+            **places.get(delta + "common", {}),
+        },
+        delta + "gdn": {
+            "causal_conv1d": mixers.causal_conv1d,
+            "chunk_gated_delta_rule": mixers.chunk_gated_delta_rule,
+            **places.get(delta + "gdn", {}),
+        },
+        variants + "absorbed_mla": LAYERS,
+        # fast_hadamard_transform's `HadamardTransformFn` saves nothing, as a rotation does.
+        variants + "dsa": {"hadamard_transform": rotate},
+        "transformer.moe.moe_layer": {"HAVE_TE": True, **LAYERS},
+    }
+
+
+def _on_meta(permutation: Any, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Megatron's places of packed tokens, from ends of samples that are on CPU."""
+    return tuple(places.to("meta") for places in permutation(*args))
+
+
+def _replacements() -> Replacements:
+    provider, specs = "extensions.transformer_engine_spec_provider", "models.gpt."
+    spec_provider = {"TESpecProvider": _module(provider).TESpecProvider}
+    utils = "transformer.moe.moe_utils"
+    permutation = expert_rows.PERMUTATION.items()
+    weight_gradient = SimpleNamespace(
+        wgrad_gemm_accum_fp32=_weight_gradient, wgrad_gemm_accum_fp16=_weight_gradient
     )
-    yield module("transformer.multi_token_prediction"), {"TESpecProvider": StandIns}
-    variants = module("models.gpt.experimental_attention_variant_module_specs")
-    yield variants, {"TESpecProvider": StandIns}
-    yield (
-        module("transformer.multi_latent_attention"),
-        {
-            "TELinear": Linear,
-            "TEColumnParallelLinear": ColumnLinear,
+    return {
+        provider: {**LAYERS, "TEActivationOp": None, "is_te_min_version": lambda *_: True},
+        specs + "gpt_layer_specs": {**spec_provider, **LAYERS, "HAVE_TE": True},
+        specs + "experimental_attention_variant_module_specs": spec_provider,
+        "transformer.multi_token_prediction": spec_provider,
+        "transformer.multi_latent_attention": {
+            **LAYERS,
             "fused_apply_mla_rope_for_q": rotate,
             "fused_apply_mla_rope_for_kv": _mla_kv,
             # 0.19 calls it where it recomputes layernorm in fp8, and has None of it without TE.
-            "set_save_original_input": module(
+            "set_save_original_input": _module(
                 "extensions.transformer_engine"
             ).set_save_original_input,
         },
-    )
-    resolver = versions.qk_norm_resolver()
-    if resolver is not None:
-        yield resolver, {"get_backend": functools.partial(_backend, resolver.get_backend)}
-    yield (
-        module("models.common.embeddings.rope_utils"),
-        {"fused_apply_rotary_pos_emb": rotate, "fused_apply_rotary_pos_emb_thd": rotate},
-    )
-    yield (
-        module("fusions.fused_softmax"),
-        {
+        "models.common.embeddings.rope_utils": {
+            "fused_apply_rotary_pos_emb": rotate,
+            "fused_apply_rotary_pos_emb_thd": rotate,
+        },
+        "fusions.fused_softmax": {
             "ScaledUpperTriangMaskedSoftmax": attention.SOFTMAX,
             "ScaledMaskedSoftmax": attention.SOFTMAX,
             "ScaledSoftmax": attention.SOFTMAX,
         },
-    )
-    yield (
-        module("fusions.fused_softmax").FusedScaleMaskSoftmax,
-        {"get_batch_per_block": staticmethod(lambda *_: 1)},
-    )
-    yield module("transformer.moe.router"), {"sinkhorn": _sinkhorn}
-    yield module("transformer.moe.token_dispatcher"), expert_rows.hybrid_ep(_settings.rows)
-    if _settings.precision != "bf16":
-        nodes = versions.schedule_nodes()
-        yield nodes, {"should_free_input": _frees_quantised(nodes.should_free_input)}
-    utils = module("transformer.moe.moe_utils")
-    yield utils, {"te_general_gemm": _general_gemm if _settings.routers_of_te else None}
-    yield utils, {k: v for k, v in expert_rows.PERMUTATION.items() if hasattr(utils, k)}
-    language = module("models.common.language_module.language_module")
-    yield language, {"te_parallel_cross_entropy": _loss}
-    # It would set variables of the environment, for Transformer Engine.
-    yield language.LanguageModule, {"_set_attention_backend": lambda _: None}
-    yield (
-        module("tensor_parallel.layers"),
-        {
-            "fused_weight_gradient_mlp_cuda": SimpleNamespace(
-                wgrad_gemm_accum_fp32=_weight_gradient, wgrad_gemm_accum_fp16=_weight_gradient
-            ),
+        "transformer.moe.router": {"sinkhorn": _sinkhorn},
+        "transformer.moe.token_dispatcher": expert_rows.hybrid_ep(_settings.rows),
+        utils: {
+            "te_general_gemm": _general_gemm if _settings.routers_of_te else None,
+            **{name: made for name, made in permutation if hasattr(_module(utils), name)},
+        },
+        _LANGUAGE: {"te_parallel_cross_entropy": lambda logits, *_: _CrossEntropy.apply(logits)},
+        "tensor_parallel.layers": {
+            "fused_weight_gradient_mlp_cuda": weight_gradient,
             "_grad_accum_fusion_available": True,
         },
-    )
+        **(_compiled() if _settings.compiles else {}),
+        **(_of_hybrids() if model_layers.pattern_types() else {}),
+    }
 
 
-def _compiled_cross_entropy() -> tuple[Any, Any]:
-    fused = importlib.import_module("megatron.core.fusions.fused_cross_entropy")
-    original = fused.calculate_gradients
+_LANGUAGE = "models.common.language_module.language_module"
 
-    def calculate_gradients(softmax: torch.Tensor, *rest: Any) -> torch.Tensor:
-        """Megatron compiles it. `grad_2d[...] -= ...` writes to its input where it runs as it is;
-        inductor makes an `index_put` of it, whose result is a tensor of its own, in fp32."""
-        result = softmax.clone()
-        gradient: torch.Tensor = original(softmax, *rest)
-        del result
-        return gradient
 
-    return fused, {"calculate_gradients": calculate_gradients}
+def _of_classes() -> Iterator[tuple[Any, str, Any]]:
+    softmax = _module("fusions.fused_softmax").FusedScaleMaskSoftmax
+    yield softmax, "get_batch_per_block", staticmethod(lambda *_: 1)
+    # It would set variables of the environment, for Transformer Engine.
+    yield _module(_LANGUAGE).LanguageModule, "_set_attention_backend", lambda _: None
+    if _settings.precision != "bf16":
+        nodes = versions.schedule_nodes()
+        yield nodes, "should_free_input", _frees_quantised(nodes.should_free_input)
 
 
 @contextlib.contextmanager
@@ -916,9 +861,11 @@ def stand_ins(settings: Settings) -> Iterator[None]:
     before, _settings = _settings, settings
     try:
         with contextlib.ExitStack() as undo:
-            for owner, names in _replacements():
-                for name, replacement in names.items():
-                    undo.enter_context(patched(owner, name, replacement))
+            for module, names in _replacements().items():
+                for name, stand_in in names.items():
+                    undo.enter_context(patched(_module(module), name, stand_in))
+            for owner, name, stand_in in _of_classes():
+                undo.enter_context(patched(owner, name, stand_in))
             yield
     finally:
         _settings = before

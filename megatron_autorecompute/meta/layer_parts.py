@@ -24,14 +24,15 @@ from megatron_autorecompute.compat import rules
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
+    JobStep,
     counted,
     job_kinds,
     meta_megatron,
+    overlap_fields,
     own_kinds,
     shard,
     shard_config,
 )
-from megatron_autorecompute.meta.stage_runs import PlannedStep, overlap_fields
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, PartBytes
@@ -136,7 +137,7 @@ def _runs(job: Job, copies: Sequence[int], policy: RecomputePolicy) -> list[_Run
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     with shard(job, copies, _left_out(job)) as built:
-        step = PlannedStep(job)
+        step = JobStep(job)
         with counted(job, built.model, policy, step) as live, _noted(live) as notes:
             get_forward_backward_func()(
                 forward_step_func=step,

@@ -11,7 +11,7 @@ Transformer Engine's kernels, or MoE imbalance: tokens are routed evenly. Gradie
 allocated; each weight gradient exists once more while it is added, as in Megatron without
 ``gradient_accumulation_fusion``. CUDA-only fusions of the config run unfused (masked softmax,
 persistent LayerNorm). `stage_step` refuses context parallelism, EP overlap and dispatchers that
-need a device; `stage_runs` runs a job's stand-ins under all of them.
+need a device; `model.run_stage` runs a job's stand-ins under all of them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_autorecompute.compat import layer_specs
-from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
 from megatron_autorecompute.meta import without_cuda
-from megatron_autorecompute.meta.shapes_exchanged import Wide, shapes_exchanged
+from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
 from megatron_autorecompute.patched import patched
-from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 
@@ -53,29 +52,6 @@ Build = Callable[[Any, bool, bool, int | None, "StepShape"], torch.nn.Module]
 
 ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 """Megatron's `forward_step_func`; its iterator yields microbatch numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """Sizes of a step that are not in the model's config."""
-
-    seq_length: int
-    micro_batch_size: int
-    num_microbatches: int
-    vocab_size: int
-    """Padded as in Megatron: a multiple of the tensor parallel size."""
-    data_parallel_size: int = 1
-    """Ranks per (tensor, context, pipeline) position; at least the expert parallel size over cp."""
-    lengths: tuple[int, ...] = ()
-    """Tokens of each microbatch, on all context parallel ranks together, if microbatches differ;
-    each is one sample, and stages exchange shapes. Empty: `seq_length`."""
-
-    def __post_init__(self) -> None:
-        if self.lengths and len(self.lengths) != self.num_microbatches:
-            raise OptionError(
-                f"{len(self.lengths)} lengths were given for {self.num_microbatches} microbatches. "
-                "Give one for each."
-            )
 
 
 Phase = Literal["forward", "backward", "combined", "between"]
@@ -302,93 +278,6 @@ def meta_config(config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def fake_ranks(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
-    """In this block the process is the first rank of a pipeline stage; other ranks are fake."""
-    from megatron.core import parallel_state
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    ranks_per_stage = (
-        config.tensor_model_parallel_size * config.context_parallel_size * shape.data_parallel_size
-    )
-    torch.distributed.init_process_group(
-        "fake",
-        store=FakeStore(),
-        rank=stage * ranks_per_stage,
-        world_size=config.pipeline_model_parallel_size * ranks_per_stage,
-    )
-    try:
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=config.tensor_model_parallel_size,
-            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
-            context_parallel_size=config.context_parallel_size,
-            expert_model_parallel_size=config.expert_model_parallel_size,
-            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
-            create_gloo_process_groups=False,
-        )
-        with _fake_neighbours(config, stage, shape), _works_that_hold():
-            yield
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
-
-
-class _Work:
-    """A p2p operation's work with its tensor, as gloo and NCCL have it and the fake group not."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def wait(self, *_: Any) -> bool:
-        """Nothing is under way."""
-        return True
-
-
-@contextlib.contextmanager
-def _works_that_hold() -> Iterator[None]:
-    def work(_: Any, tensors: list[torch.Tensor], *__: Any) -> _Work:
-        return _Work(tensors)
-
-    group = torch.distributed.ProcessGroup
-    with patched(group, "send", work), patched(group, "recv", work):
-        yield
-
-
-@contextlib.contextmanager
-def _fake_neighbours(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
-    depths_at = _depths_apart(config)
-    if not shape.lengths and depths_at is None:
-        yield
-        return
-    schedule = Schedule(
-        config.pipeline_model_parallel_size,
-        config.virtual_pipeline_model_parallel_size or 1,
-        shape.num_microbatches,
-        config.microbatch_group_size_per_vp_stage,
-    )
-    split = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    split *= config.context_parallel_size
-    size = (shape.micro_batch_size, config.hidden_size)
-    lengths = shape.lengths or [shape.seq_length] * shape.num_microbatches
-    shapes = [(own // split, *size) for own in lengths]
-    wide = Wide(depths_at, 1 + (config.mtp_num_layers or 0))
-    with shapes_exchanged(schedule, stage, shapes, wide):
-        yield
-
-
-def _depths_apart(config: Any) -> int | None:
-    """The stage whose last chunk has the MTP depths, if the loss is on another one."""
-    if not getattr(config, "mtp_standalone", False):
-        return None
-    layout = config.pipeline_model_parallel_layout.layout
-    return next(
-        stage
-        for stage, chunks in enumerate(layout)
-        if any(getattr(kind, "name", kind) == "mtp" for kind in chunks[-1])
-    )
-
-
-@contextlib.contextmanager
 def applied(policy: RecomputePolicy | None, models: list[torch.nn.Module]) -> Iterator[None]:
     """In this block the models run a policy; with None their config's own settings."""
     from megatron_autorecompute.meta import offloading
@@ -483,6 +372,43 @@ def build_gpt(
         mtp_block_spec=mtp_spec,
         vp_stage=vp_stage,
     )
+
+
+def build_hybrid(
+    config: Any,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+    shape: StepShape,
+    *,
+    pattern: str,
+    spec: Any,
+    position_embedding_type: str = "none",
+    rotary_percent: float = 1.0,
+    share_embeddings_and_output_weights: bool = False,
+) -> torch.nn.Module:
+    """A chunk of a HybridModel, with layers of a `hybrid_stack_spec`."""
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    return HybridModel(
+        config,
+        spec,
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.seq_length,
+        hybrid_layer_pattern=pattern,
+        pre_process=pre_process,
+        post_process=post_process,
+        position_embedding_type=position_embedding_type,
+        rotary_percent=rotary_percent,
+        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
+        vp_stage=vp_stage,
+    )
+
+
+def build_local(config: Any, *where: Any, pattern: str, **ends: Any) -> torch.nn.Module:
+    """`build_hybrid` of Megatron's local layers."""
+    with layer_specs.torch_norm():
+        return build_hybrid(config, *where, pattern=pattern, spec=layer_specs.local_spec(), **ends)
 
 
 class TokenStep:

@@ -23,22 +23,29 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.compat import layer_modules, layer_parts, stage_layout
+from megatron_autorecompute.compat import (
+    layer_modules,
+    layer_parts,
+    layer_specs,
+    model_layers,
+    stage_layout,
+)
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
-from megatron_autorecompute.meta import expert_rows, hybrid, kernels, without_cuda
+from megatron_autorecompute.meta import expert_rows, kernels, without_cuda
 from megatron_autorecompute.meta.adapters import add_adapters, has_adapters
-from megatron_autorecompute.meta.hybrid import build_hybrid
+from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import FIELDS, Resolved
 from megatron_autorecompute.meta.meta_step import (
-    StepShape,
+    StageStep,
     applied,
+    build_chunks,
     build_gpt,
-    fake_ranks,
+    build_hybrid,
     kept_between_steps,
     meta_config,
+    trace_step,
 )
-from megatron_autorecompute.meta.outside_torch import dispatcher
-from megatron_autorecompute.meta.resolved import FIELDS, Resolved
 from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.options import nearest
@@ -74,7 +81,7 @@ LEFT_OUT = {
     **{name: None for name in (*_ROOM, *(f"moe_paged_stash_{rest}" for rest in _PAGES))},
     # Megatron asks for fp8 beside these. The first pads each expert's tokens to a multiple of 16 to
     # 256, which even routing mostly has, and HybridEP's stand-in counts; of the second, copies of
-    # the output layer's weights are counted (`shared_buffers.quantised_output_layer`).
+    # the output layer's weights are counted (`kept_bytes.quantised_output_layer`).
     "moe_router_padding_for_quantization": False,
     "moe_router_padding_for_fp8": False,
     "fp8_output_proj": False,
@@ -170,6 +177,58 @@ def shard(
             yield Shard(model.to(config.params_dtype).train(), kind_of, config)
 
 
+def run_stage(
+    job: Job,
+    num_microbatches: int,
+    policy: RecomputePolicy,
+    stage: int,
+    lengths: tuple[int, ...] = (),
+) -> StageStep:
+    """One stage in this process."""
+    with built_stage(job, num_microbatches, stage, lengths) as (models, shape, step):
+        parameters = [p for model in models for p in model.parameters()]
+        add_main_gradients(parameters, dummies=job.makes_dummies)
+        with applied(policy, models):
+            return trace_step(models, shape, torch.device("meta"), step)
+
+
+@contextlib.contextmanager
+def built_stage(
+    job: Job,
+    num_microbatches: int,
+    stage: int,
+    lengths: tuple[int, ...] = (),
+    *,
+    own_setting: bool = False,
+) -> Iterator[tuple[list[torch.nn.Module], StepShape, JobStep]]:
+    """The chunks of one stage, the sizes of a step and what runs a microbatch of it; in this block
+    the process is the stage's first rank. They are built without recompute and offload, or with
+    the job's own."""
+    shape = step_shape(job, num_microbatches, lengths)
+    with meta_megatron(job):
+        fields = {**overlap_fields(job), "variable_seq_lengths": bool(lengths)}
+        config = megatron_config(job, {**fields, **(_own_setting(job) if own_setting else {})})
+        with fake_ranks(config, stage, shape):
+            build = functools.partial(build_chunk, job=job)
+            models = build_chunks(config, shape, build, torch.device("meta"))
+            yield models, shape, JobStep(job, None, lengths, loads_mask=True)
+
+
+def overlap_fields(job: Job) -> dict[str, bool]:
+    """Fields of EP overlap, which the layers of a profile are built without.
+
+    `delay_wgrad_compute` is not among them: stand-ins have no weight gradients to delay.
+    """
+    names = ("overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release")
+    return {name: True for name in names if job.config.get(name)}
+
+
+def _own_setting(job: Job) -> dict[str, Any]:
+    """The job's fields of recompute and offload."""
+    names = (*megatron_fields.NO_RECOMPUTE, *megatron_fields.NO_OFFLOAD)
+    return {name: job.config[name] for name in names if name in job.config}
+
+
 @contextlib.contextmanager
 def counted(
     job: Job, model: torch.nn.Module, policy: RecomputePolicy, step: JobStep
@@ -210,7 +269,6 @@ def meta_megatron(job: Job) -> Iterator[None]:
         without_cuda.activate(meta=True),
         deterministic(job.resolved.deterministic_mode),
         kernels.stand_ins(settings),
-        hybrid.stand_ins(),
         quiet,
         refusals(job),
     ):
@@ -295,11 +353,15 @@ class JobStep:
         self._batches = [made[one] for one in lengths or [job.seq_length]]
         self.static = [tensor for batch in made.values() for tensor in batch.tensors]
 
-    def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """Run one microbatch; the iterator says which if they differ, and else is not asked."""
+    def __call__(
+        self, iterator: Any, model: Any, return_schedule_plan: bool = False
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Run one microbatch; the iterator says which if they differ, and else is not asked. EP
+        overlap asks for the model's plan of it, in place of its output: nothing has run yet."""
         batch = self._batches[next(iterator) if self._several else 0]
         loaded = self._loaded_mask()
-        output = model(
+        run = model.build_schedule_plan if return_schedule_plan else model
+        output = run(
             batch.tokens, batch.positions, batch.mask, labels=batch.labels, **batch.packing
         )
         del loaded
@@ -409,6 +471,7 @@ def build_chunk(
     if pattern is None:
         build = functools.partial(build_gpt, use_transformer_engine=not local)
     else:
+        spec = spec or layer_specs.with_modules(kernels.LAYERS)
         build = functools.partial(build_hybrid, pattern=str(pattern), spec=spec)
     model = build(config, pre, post, vp_stage, shape, **ends)
     layer_parts.note_unchanged(config, job.config | {"fp8": job.precision != "bf16"})
@@ -456,7 +519,7 @@ def megatron_config(
         **{name: value for name, value in job.config.items() if name not in left_out},
         **changed,
     }
-    if fields["moe_token_dispatcher_type"] == "flex" and dispatcher(job) != "hybridep":
+    if fields["moe_token_dispatcher_type"] == "flex" and job.dispatcher != "hybridep":
         fields["moe_token_dispatcher_type"] = "alltoall"  # its kernels have no stand-ins
     if job.resolved.use_transformer_engine_op_fuser:
         # Its activation reads interleaved halves as they are, and clamps them itself (TE
@@ -466,7 +529,7 @@ def megatron_config(
             fields.pop(name, None)
     pattern = fields.pop("hybrid_layer_pattern", None)
     if pattern is not None:
-        hybrid.check_supported(job.name)
+        check_hybrid(job.name)
     if isinstance(fields.get("activation_func"), str):
         fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
     if isinstance(fields.get("attention_backend"), str):
@@ -485,6 +548,15 @@ def check_fields(job: Job) -> None:
     left_out = {name: value for name, value in LEFT_OUT.items() if name != overlap}
     with meta_megatron(job):
         megatron_config(job, {}, left_out)
+
+
+def check_hybrid(name: str) -> None:
+    """Raise OptionError if the installed megatron-core has no HybridModel; `name` is the job's."""
+    if not model_layers.pattern_types():
+        raise OptionError(
+            f"{name}: hybrid_layer_pattern describes a HybridModel, which megatron-core has from "
+            "0.18 on. Install a newer one, or leave the pattern out for a GPTModel."
+        )
 
 
 def config_names(latent: bool) -> set[str]:

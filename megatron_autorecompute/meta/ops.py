@@ -112,18 +112,11 @@ gated = _define(
     "gated(Tensor x, Tensor? weights) -> Tensor",
     lambda x, weights: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
 )
-gated_backward = _define(
-    "gated_backward(Tensor gradient, Tensor x, Tensor? weights) -> (Tensor, Tensor)",
-    lambda gradient, x, weights: (
-        torch.empty_like(x),
-        x.new_empty(0) if weights is None else torch.empty_like(weights),
-    ),
-)
 pointwise = _define(
     "pointwise(Tensor x, Tensor? weights) -> Tensor", lambda x, weights: torch.empty_like(x)
 )
-pointwise_backward = _define(
-    "pointwise_backward(Tensor gradient, Tensor x, Tensor? weights) -> (Tensor, Tensor)",
+activation_backward = _define(
+    "activation_backward(Tensor gradient, Tensor x, Tensor? weights) -> (Tensor, Tensor)",
     lambda gradient, x, weights: (
         torch.empty_like(x),
         x.new_empty(0) if weights is None else torch.empty_like(weights),

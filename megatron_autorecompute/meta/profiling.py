@@ -11,7 +11,7 @@ import copy
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from typing import Any
@@ -20,12 +20,20 @@ import torch
 
 from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import OptionError, ProfileError
-from megatron_autorecompute.meta import expert_rows, kernels, offloading
+from megatron_autorecompute.meta import expert_rows, offloading
 from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
-from megatron_autorecompute.meta.dispatchers import KeptBeside, counted_once, kept_beside
 from megatron_autorecompute.meta.graph_layers import with_graphs, without_refused
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import Resolved
+from megatron_autorecompute.meta.kept_bytes import (
+    Counted,
+    KeptBeside,
+    counted_once,
+    deferred_output_layer,
+    kept_beside,
+    parts_of_stages,
+)
 from megatron_autorecompute.meta.layer_parts import with_parts
 from megatron_autorecompute.meta.lengths import profile_lengths
 from megatron_autorecompute.meta.measured_records import LAYER_FIELDS
@@ -41,28 +49,14 @@ from megatron_autorecompute.meta.model import (
     job_kinds,
     shard,
 )
-from megatron_autorecompute.meta.muon import NO_MATRICES, orthogonalized, split_rows
 from megatron_autorecompute.meta.offload_records import (
     check_whole_layers,
     checked,
     with_inert_offload,
     with_whole_layers,
 )
-from megatron_autorecompute.meta.outside_torch import dispatcher
-from megatron_autorecompute.meta.resolved import Resolved
 from megatron_autorecompute.meta.roofline import Roofline, Spread, Traffic
-from megatron_autorecompute.meta.shared_buffers import (
-    deferred_output_layer,
-    graph_inputs,
-    quantised_output_layer,
-    shared_buffers,
-)
-from megatron_autorecompute.meta.static_bytes import (
-    Parameters,
-    Weights,
-    optimizer_step_bytes,
-    static_bytes,
-)
+from megatron_autorecompute.meta.static_bytes import Parameters
 from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
 from megatron_autorecompute.policy import (
     NONE,
@@ -78,12 +72,11 @@ from megatron_autorecompute.profile import (
     Model,
     Parallelism,
     Profile,
-    StageRecord,
     StaticBytes,
 )
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.layer_checkpoints import skips_dead_work
-from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
+from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alone, choices
 from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
@@ -164,9 +157,9 @@ def profile_job(
         head=_with_mask(job, whole.head),
         final_norm=whole.final_norm and _with_mask(job, whole.final_norm),
         boundary_bytes=decoder.boundary_bytes,
-        stages=tuple(counted.stage(*parts) for parts in _parts_of_stages(job)),
+        stages=tuple(counted.stage(*parts) for parts in parts_of_stages(job)),
         step_end_ms=alone_ms
-        + longest_end_ms(job, device, efficiency, _parameters(job, counted), kinds),
+        + longest_end_ms(job, device, efficiency, counted.parameters_of_stages(), kinds),
         embedding_static=counted.embedding,
         head_static=counted.head,
         deallocate_pipeline_outputs=job.resolved.deallocate_pipeline_outputs,
@@ -226,7 +219,7 @@ def traffic(job: Job) -> Traffic:
     return Traffic(
         userbuffers=job.resolved.tp_comm_overlap,
         expert_alltoall=job.resolved.overlap_moe_expert_parallel_comm,
-        spread=_spread(job.resolved) if dispatcher(job) not in ("alltoall", "allgather") else None,
+        spread=_spread(job.resolved) if job.dispatcher not in ("alltoall", "allgather") else None,
         used=expert_rows.rows(job).used,
     )
 
@@ -254,7 +247,7 @@ class _Part:
     head: ChoiceRecord
     final_norm: ChoiceRecord | None
     boundary_bytes: int
-    counted: _Counted
+    counted: Counted
     layer_facts: dict[str, Any]
 
 
@@ -290,9 +283,11 @@ def _part(
 ) -> _Part:
     progress(f"{job.name}: building one rank's layers on meta tensors")
     with shard(job, copies) as built:
-        counted = _Counted(job, built, clock.device)
-        measured = _measured(job, built, counted, clock, every, progress)
-        kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
+        measured, kept, kept_bytes, beside = _measured(job, built, clock, every, progress)
+        counted = Counted(job, built, clock.device, kept, kept_bytes)
+        of_one = counted.of_one_dispatcher
+        own = [counted_once(kind, of_one, beside) for kind in measured.kinds]
+        kinds = tuple(_kind(job, kind, built, counted) for kind in own)
         boundary_bytes = measured.boundary_bytes
         config = model_facts.of_config(model_layers.unwrapped(built.model).config)
     layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
@@ -316,7 +311,7 @@ def _alone_ms(job: Job, clock: Roofline, kinds: Sequence[LayerKind], progress: P
         schedule.warmup(stage)
         / schedule.num_chunks
         * sum(more_ms.get(layer, 0.0) for layer in layers)
-        for stage, (layers, _, _) in enumerate(_parts_of_stages(job))
+        for stage, (layers, _, _) in enumerate(parts_of_stages(job))
     )
 
 
@@ -361,11 +356,12 @@ def _modules(kind: LayerKind) -> set[str]:
 def _measured(
     job: Job,
     built: Shard,
-    counted: _Counted,
     clock: Roofline,
     every: ChoicesOf,
     progress: Progress,
-) -> Profile:
+) -> tuple[Profile, list[torch.Tensor], int, KeptBeside]:
+    """The shard's records, tensors that stay between steps, and the bytes that MoE layers'
+    dispatchers keep: of all, and of each under each choice what nothing else keeps."""
     model = built.model
     step = JobStep(job)
     depth = len(built.kind_of)
@@ -412,9 +408,7 @@ def _measured(
         profile = measurement.profile(
             Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
-    counted.keep_buffers([*kept, *step.static], of_one_microbatch=kept_bytes)
-    kinds = (counted_once(kind, counted.of_one_dispatcher, beside) for kind in profile.kinds)
-    return replace(profile, kinds=tuple(kinds))
+    return profile, [*kept, *step.static], kept_bytes, beside
 
 
 def own_embedding(job: Job, model: Any) -> list[torch.nn.Parameter]:
@@ -466,156 +460,10 @@ def _set_of(modules: Sequence[str], layer: Any) -> Choices:
 # --------------------------------------------------------------------------------- putting together
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """What one layer or MTP depth of the whole model adds to static bytes."""
-
-    weights: Weights
-    shared: dict[str, int]
-    dispatchers: int
-    """MoE layers in it."""
-    kept_bytes: int = 0
-    """What these dispatchers keep of the last microbatch."""
-
-
-class _Counted:
-    """Static bytes of one rank's parameters, by their place in the model."""
-
-    def __init__(self, job: Job, built: Shard, device: Device) -> None:
-        model: Any = built.model
-        self.job, self._device = job, device
-        self._buffer_bytes = 0
-        several = job.size("pipeline") > 1
-        self._embedding = counted_weights(model.embedding)
-        self._head = counted_weights(model.output_layer) + counted_weights(
-            model_layers.final_norm(model.decoder)
-        )
-        if several and not job.untie_embeddings_and_output_weights:
-            # The last stage has a copy of the tied weights, without those of positions.
-            self._head += counted_weights(model.embedding.word_embeddings)
-        self._places: dict[int, _Place] = {}
-        layers = [
-            layer for site in model_layers.block_sites([model]) for layer in site.block.layers
-        ]
-        for layer, kind in zip(layers, built.kind_of.values(), strict=True):
-            shared = shared_buffers(job, device, layer)
-            place = _Place(counted_weights(layer), shared, int(kind.is_moe))
-            self._places |= dict.fromkeys(kind.layers, place)
-        sites = model_layers.mtp_sites([model])
-        of_depths = shared_buffers(job, device, *(site.mtp for site in sites))
-        depths = [(site, index == site.indices[0]) for site in sites for index in site.indices]
-        for depth, (site, first) in enumerate(depths):
-            # What runs for several depths counts for the first.
-            weights = counted_weights(site.mtp if first else None)
-            if several and depth == 0:
-                weights += self._embedding  # so has the stage of the MTP depths
-            experts = job.experts_of_depth if first else 0
-            self._places[job.num_layers + depth] = _Place(weights, of_depths, experts)
-        self._built_moe = sum(kind.is_moe for kind in built.kind_of.values())
-        self._built_moe += job.experts_of_depth * len(sites)
-        self.of_one_dispatcher = 0
-        self.embedding = static_bytes(job, device, self._embedding)
-        # The loss of an MTP depth runs the output layer too, on the stage of the head.
-        head = shared_buffers(job, device, model.output_layer)
-        head |= quantised_output_layer(job)
-        self.head = replace(static_bytes(job, device, self._head), shared=head)
-
-    def with_ends_of(self, whole: _Counted) -> _Counted:
-        """These counts, with those of the ends from the shard that has MTP depths."""
-        self.job, self.head = whole.job, whole.head
-        self._places = whole._places | self._places
-        return self
-
-    def keep_buffers(self, tensors: list[torch.Tensor], of_one_microbatch: int) -> None:
-        """Count tensors that stay between steps; with TE only the output layer shares buffers.
-
-        of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch, and those
-        that the graph of a layer without recompute holds as well.
-        """
-        if self._built_moe:
-            each = self.of_one_dispatcher = -(-of_one_microbatch // self._built_moe)
-            self._places = {
-                index: replace(place, kept_bytes=each * place.dispatchers)
-                for index, place in self._places.items()
-            }
-        size_bytes = storage_bytes(tensors)
-        if self.job.transformer_impl == "local":
-            self._buffer_bytes = size_bytes
-        else:
-            self.head = replace(self.head, buffer_bytes=size_bytes)
-
-    def layer(self, index: int) -> StaticBytes:
-        """Static bytes of one layer of the whole model."""
-        place = self._places[index]
-        static = static_bytes(self.job, self._device, place.weights)
-        return replace(static, buffer_bytes=place.kept_bytes, shared=place.shared)
-
-    def weights(self, layers: Sequence[int], embedding: bool, head: bool) -> Weights:
-        """Parameters of one pipeline stage."""
-        counts = [self._places[index].weights for index in layers]
-        counts += [self._embedding] * embedding + [self._head] * head
-        return sum(counts, Weights())
-
-    def stage(self, layers: tuple[int, ...], embedding: bool, head: bool) -> StageRecord:
-        """Record of one pipeline stage."""
-        parts = [self.layer(index) for index in layers]
-        parts += [self.embedding] * embedding + [self.head] * head
-        if embedding or head:
-            parts.append(StaticBytes(shared=graph_inputs(self.job)))
-        counts = self.weights(layers, embedding, head)
-        return StageRecord(
-            layers=layers,
-            static=StaticBytes.sum([*parts, StaticBytes(buffer_bytes=self._buffer_bytes)]),
-            optimizer_step_peak_bytes=optimizer_step_bytes(self.job, counts),
-        )
-
-
-def counted_weights(part: Any) -> Weights:
-    """Numbers of parameters of a part's modules, by how they are kept."""
-    found = Weights()
-    if part is None:
-        return found
-    linear = {id(m.weight) for m in part.modules() if isinstance(m, kernels.LINEAR_TYPES)}
-    rows = split_rows(part)
-    for parameter in part.parameters():
-        count = _counted(parameter, rows.get(id(parameter)))
-        found += Weights(quantised=count) if id(parameter) in linear else Weights(others=count)
-    return found
-
-
-def _counted(parameter: torch.Tensor, rows: Sequence[int] | None) -> Parameters:
-    if not parameter.requires_grad:
-        return Parameters(frozen=parameter.numel())
-    # Experts of stand-ins are one tensor of three dimensions, in Transformer Engine one each.
-    outside = getattr(parameter, "is_embedding_or_output_parameter", False)
-    count, is_expert = parameter.numel(), not getattr(parameter, "allreduce", True)
-    matrices, muon = 0, NO_MATRICES
-    if not outside and parameter.dim() == 2 + is_expert:
-        matrices, muon = count, orthogonalized(parameter, rows or parameter.shape[-2:-1])
-    if is_expert:
-        return Parameters(expert=count, expert_matrices=matrices, expert_muon=muon)
-    return Parameters(dense=count, dense_matrices=matrices, dense_muon=muon)
-
-
-def _parts_of_stages(job: Job) -> Iterator[tuple[tuple[int, ...], bool, bool]]:
-    """The layers of every stage, and whether it has the embedding and the head."""
-    for chunks in job.layout().stages:
-        yield (
-            tuple(sorted(layer for chunk in chunks for layer in chunk.layers)),
-            any(chunk.embedding for chunk in chunks),
-            any(chunk.head for chunk in chunks),
-        )
-
-
 def stage_parameters(job: Job, device: Device) -> tuple[Parameters, ...]:
     """The parameters of one rank of every stage."""
     with shard(job, [1] * len(job_kinds(job))) as built:
-        counted = _Counted(job, built, device)
-    return _parameters(job, counted)
-
-
-def _parameters(job: Job, counted: _Counted) -> tuple[Parameters, ...]:
-    return tuple(counted.weights(*parts).total for parts in _parts_of_stages(job))
+        return Counted(job, built, device).parameters_of_stages()
 
 
 def longest_end_ms(
@@ -631,7 +479,7 @@ def longest_end_ms(
     """
     records = {index: kind.record(NONE) for kind in kinds for index in kind.layers}
     found = []
-    for count, (layers, _, _) in zip(parameters, _parts_of_stages(job), strict=True):
+    for count, (layers, _, _) in zip(parameters, parts_of_stages(job), strict=True):
         own = [record for index in layers if (record := records[index]) is not None]
         backward_ms = sum(record.backward_ms for record in own)
         work = StageWork(count, backward_ms, sum(record.forward_ms for record in own))
@@ -639,7 +487,7 @@ def longest_end_ms(
     return max(found)
 
 
-def _kind(job: Job, kind: LayerKind, built: Shard, counted: _Counted) -> LayerKind:
+def _kind(job: Job, kind: LayerKind, built: Shard, counted: Counted) -> LayerKind:
     """A kind of the shard as one of the whole model."""
     depth = len(built.kind_of)
     found: dict[int, JobKind] = {
@@ -774,7 +622,7 @@ def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple
 
 
 def _assumed_of_dispatch(job: Job) -> str:
-    name = dispatcher(job)
+    name = job.dispatcher
     if name == "allgather":
         return "tokens are gathered (allgather)"
     if name != "hybridep":

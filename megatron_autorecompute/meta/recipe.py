@@ -27,7 +27,7 @@ from megatron_autorecompute.meta.flags import (
     plain_config,
 )
 from megatron_autorecompute.meta.job import Job, job_from
-from megatron_autorecompute.meta.job_checks import IN_A_JOB, refuse_unmodelled
+from megatron_autorecompute.meta.job_config import IN_A_JOB, refuse_unmodelled
 from megatron_autorecompute.patched import patched
 
 PERF_RECIPES = "megatron.bridge.perf_recipes"

@@ -5,66 +5,76 @@ Rules: `DistributedOptimizer` and `_ParamAndGradBuffer` of megatron-core (the ta
 docs/source/api-guide/dist_optimizer.md: bf16 weights with fp32 gradients take 6 + 12/d bytes), and
 OptimizerConfig's precision-aware dtypes. Padding of buffers to multiples of the ranks is left out.
 TE is NVIDIA/TransformerEngine 2.11.
+
+Outside torch's allocator are CUDA's context and NCCL's buffers. They are no tensors, so no run on
+meta tensors shows them. Measured figures are of the configurations named; a job is counted as the
+nearest of them. DeepEP and HybridEP state their sizes in their sources.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import ELEMENT_BYTES, Job
-from megatron_autorecompute.meta.muon import NO_MATRICES, Orthogonalized
 from megatron_autorecompute.profile import StaticBytes
+from megatron_autorecompute.units import GIB
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # in typing from 3.11 on
+
+
+class _Summed:
+    """Dataclasses that are added field by field."""
+
+    __slots__ = ()
+
+    def __add__(self, other: Self) -> Self:
+        mine: Any = self
+        names = (each.name for each in fields(mine))
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
+class Trained(_Summed):
+    """Trained parameters that the same ranks share, on one rank."""
+
+    count: int = 0
+    in_matrices: int = 0
+    """Those that Muon trains: two-dimensional, but not of embedding and output layer (megatron-core
+    optimizer/emerging_optimizers.py `_is_nonlinear_or_embedding`)."""
+    matrices: int = 0
+    """The matrices of these."""
+    iteration_flops: int = 0
+    """Floating-point operations of one of Muon's iterations over all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters(_Summed):
     """Numbers of one rank's parameters, by how they are sharded and trained."""
 
-    dense: int = 0
+    dense: Trained = Trained()
     """Sharded over data and context parallel ranks."""
-    expert: int = 0
+    expert: Trained = Trained()
     """Sharded over the ranks that hold the same experts."""
     frozen: int = 0
     """Parameters without gradient and optimizer state."""
-    dense_matrices: int = 0
-    """The part of `dense` that Muon trains: two-dimensional, but not embedding and output layer
-    (megatron-core optimizer/emerging_optimizers.py `_is_nonlinear_or_embedding`)."""
-    expert_matrices: int = 0
-    """The part of `expert` that Muon trains."""
-    dense_muon: Orthogonalized = NO_MATRICES
-    """What Muon computes over `dense_matrices`."""
-    expert_muon: Orthogonalized = NO_MATRICES
-    """What Muon computes over `expert_matrices`."""
-
-    def __add__(self, other: Parameters) -> Parameters:
-        return Parameters(
-            self.dense + other.dense,
-            self.expert + other.expert,
-            self.frozen + other.frozen,
-            self.dense_matrices + other.dense_matrices,
-            self.expert_matrices + other.expert_matrices,
-            self.dense_muon + other.dense_muon,
-            self.expert_muon + other.expert_muon,
-        )
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
-        return self.dense + self.expert + self.frozen
+        """All of them."""
+        return self.dense.count + self.expert.count + self.frozen
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(_Summed):
     """Parameters of one part of the model on one rank."""
 
     quantised: Parameters = Parameters()
     """Weights of layers that multiply in the job's precision."""
     others: Parameters = Parameters()
     """Norms, biases, embedding, router, output layer."""
-
-    def __add__(self, other: Weights) -> Weights:
-        return Weights(self.quantised + other.quantised, self.others + other.others)
 
     @property
     def total(self) -> Parameters:
@@ -76,18 +86,17 @@ def static_bytes(job: Job, device: Device, weights: Weights) -> StaticBytes:
     """Static bytes of parameters on one rank."""
     total = weights.total
     ranks, expert_ranks = state_ranks(job), state_ranks(job, expert=True)
-    state = _adam_or_muon(job, total.dense, total.dense_matrices, ranks)
-    state += _adam_or_muon(job, total.expert, total.expert_matrices, expert_ranks)
+    state = _adam_or_muon(job, total.dense, ranks) + _adam_or_muon(job, total.expert, expert_ranks)
     quantised_bytes = weight_bytes(job, device) * weights.quantised.total
     return StaticBytes(
         parameter_bytes=round(quantised_bytes) + 2 * weights.others.total,
-        gradient_bytes=gradient_bytes(job) * (total.dense + total.expert),
+        gradient_bytes=gradient_bytes(job) * (total.dense.count + total.expert.count),
         optimizer_state_bytes=state,
     )
 
 
-def _adam_or_muon(job: Job, count: int, matrices: int, ranks: int) -> int:
-    """State of `count` parameters, `matrices` of which Muon trains with an fp32 master weight and
+def _adam_or_muon(job: Job, trained: Trained, ranks: int) -> int:
+    """Bytes of the optimizer's state. Muon trains matrices with an fp32 master weight and
     momentum (emerging_optimizers' OrthogonalizedOptimizer has `momentum_buffer` alone).
 
     With the distributed optimizer whole matrices are divided over the ranks (megatron-core
@@ -95,9 +104,9 @@ def _adam_or_muon(job: Job, count: int, matrices: int, ranks: int) -> int:
     the layout in whole tensors too."""
     adam = state_bytes(job)
     if job.optimizer == "adam":
-        return -(-adam * count // ranks)
-    rest = adam * (count - matrices)
-    return -(-8 * matrices // ranks) + (
+        return -(-adam * trained.count // ranks)
+    rest = adam * (trained.count - trained.in_matrices)
+    return -(-8 * trained.in_matrices // ranks) + (
         -(-rest // ranks) if job.use_layer_wise_param_layout else rest
     )
 
@@ -175,8 +184,8 @@ def optimizer_step_bytes(job: Job, weights: Weights) -> int:
 
 def _shards(job: Job, parameters: Parameters) -> tuple[int, int]:
     """Dense and expert parameters whose state is on this rank."""
-    expert = parameters.expert // state_ranks(job, expert=True)
-    return parameters.dense // state_ranks(job), expert
+    expert = parameters.expert.count // state_ranks(job, expert=True)
+    return parameters.dense.count // state_ranks(job), expert
 
 
 def _copies_gradients(job: Job) -> bool:
@@ -209,3 +218,94 @@ def _casts_weights(job: Job) -> bool:
     """
     quantised = job.precision not in ("bf16", "mxfp8") and not job.keeps_bf16_weights
     return quantised and job.use_distributed_optimizer and not job.adam_keeps_main_params
+
+
+CONTEXT_BYTES = round(2 * GIB)
+"""CUDA's context and NCCL's rings: assumed."""
+ALL_TO_ALL_PEER_BYTES = round((4.34e9 - 1.06e9) / 7)
+"""Bytes for each other rank of an all-to-all within one NVLink domain: 4.34 GB outside torch after
+the first all-to-all of 8 H100s, 1.06 GB before (NVIDIA/nccl issue 1685)."""
+ALL_TO_ALL_BYTES = 6_403 << 20
+"""Bytes of a whole job whose experts' all-to-all crosses nodes: device memory used less the most
+that torch reserved, 68,973 - 62,570 MB on 64 H100s with EP 16 and PP 4 (NVIDIA/Megatron-LM pull
+request 6429; 6,411 MB with EP overlap)."""
+_NODE = 8
+"""LEGACY_NUM_MAX_NVL_PEERS of DeepEP."""
+_SMS = 20
+"""DeepEP's default of SMs, and Megatron's for it; two for each channel."""
+_RECEIVED = {96: 480, 128: 560, 144: 720, 160: 720}
+"""Tokens of an NVLink chunk by ranks, deep_ep/buffers/legacy.py `get_dispatch_config`: 256 up to 8
+ranks, 288 up to 64."""
+_BETWEEN_NODES = {16: 140, 96: 132, 128: 132, 144: 132, 160: 132}
+"""Tokens of a chunk between nodes by ranks: 128, up to a multiple of what is sent at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Assumed bytes outside torch, and a few words on what they are."""
+
+    size_bytes: int
+    reason: str
+
+
+def outside_torch(job: Job, device: Device) -> Outside:
+    """Bytes outside torch on one of the job's ranks."""
+    ranks = job.size("expert") * job.expert_tensor_parallel
+    if not job.resolved.num_moe_experts or ranks == 1:
+        return Outside(CONTEXT_BYTES, "CUDA's context and NCCL")
+    backend = job.dispatcher
+    if backend == "deepep":
+        asked = job.resolved.moe_flex_dispatcher_num_sms or job.resolved.moe_deepep_num_sms
+        buffer_bytes = deepep_bytes(job.resolved.hidden_size, ranks, asked or _SMS)
+        return Outside(CONTEXT_BYTES + buffer_bytes, "CUDA's context, NCCL and DeepEP's buffers")
+    if backend == "hybridep":
+        buffer_bytes = hybridep_bytes(job, ranks, min(ranks, device.link_domain))
+        return Outside(CONTEXT_BYTES + buffer_bytes, "CUDA's context, NCCL and HybridEP's buffers")
+    if backend == "alltoall":
+        within = CONTEXT_BYTES + (ranks - 1) * ALL_TO_ALL_PEER_BYTES
+        most = within if ranks <= min(_NODE, device.link_domain) else ALL_TO_ALL_BYTES
+        return Outside(most, "CUDA's context and NCCL with the experts' all-to-all")
+    return Outside(CONTEXT_BYTES, "CUDA's context and NCCL")
+
+
+def deepep_bytes(hidden_size: int, ranks: int, sms: int = _SMS) -> int:
+    """DeepEP's buffer for bf16 tokens, the larger of dispatch and combine: csrc/legacy/config.hpp
+    `get_nvl_buffer_size_hint` and `get_rdma_buffer_size_hint` (deepseek-ai/DeepEP, August 2026)."""
+    nodes, local = max(ranks // _NODE, 1), min(ranks, _NODE)
+    channels = sms // 2
+    of_token = 2 * hidden_size + 8 + 128 * (8 + 4 + 4)  # where it came from; top-k and scales
+    received = _RECEIVED.get(ranks, 256 if ranks <= _NODE else 288)
+    nvlink = channels * local * (4 * (2 * nodes + 3) + received * of_token)
+    nvlink = -(-nvlink // 128) * 128
+    if ranks <= _NODE:
+        return nvlink
+    arriving = _BETWEEN_NODES.get(ranks, 128)
+    between = channels * nodes * 2 * (4 * (2 * _NODE + 2) + arriving * (of_token + 16))
+    return nvlink + -(-between // 128) * 128
+
+
+def hybridep_bytes(job: Job, ranks: int, domain: int) -> int:
+    """HybridEP's buffers for bf16 tokens, those of dispatch and combine shared: deepseek-ai/DeepEP
+    branch hybrid-ep, csrc/hybrid_ep/buffer/intranode.cu `allocate_dispatch_buffers`, and between
+    NVLink domains internode_doca.cu.
+
+    Args:
+        job: its tokens and experts.
+        ranks: the ranks that exchange tokens.
+        domain: the ranks in one NVLink domain.
+    """
+    hidden, experts = job.resolved.hidden_size, job.resolved.num_moe_experts
+    of_sequence = job.size("context") * (
+        job.size("tensor") if job.resolved.sequence_parallel else 1
+    )
+    tokens = job.micro_batch_size * job.seq_length // of_sequence
+    of_domain = experts // job.size("expert") * domain
+    scales = 4 * (hidden // 128)
+    # Room for all tokens of all ranks.
+    found = ranks * tokens * (2 * hidden + 4 * of_domain + scales)
+    others = ranks // domain - 1
+    if others:
+        own = tokens * (2 * hidden + 4 * experts + scales)
+        one = tokens * others * (2 * hidden + 4 * of_domain)
+        found += own + 3 * one + tokens * others * scales
+    return found

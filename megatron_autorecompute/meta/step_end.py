@@ -4,6 +4,11 @@ Megatron-core 0.19.2: `distributed/param_and_grad_buffer.py` (buckets, `start_gr
 `start_param_sync`), `optimizer/distrib_optimizer.py`. With `overlap_grad_reduce` gradients are
 reduced bucket by bucket while the last microbatch runs backward, and the last bucket after it; with
 `overlap_param_gather` the first bucket of weights is gathered before the first forward.
+
+Muon: Newton-Schulz iterations over every matrix it trains. NVIDIA-NeMo/Emerging-Optimizers
+`orthogonalized_optimizers/muon_utils.py` (`newton_schulz`, `newton_schulz_step`) and
+`orthogonalized_optimizer.py` (`step`), which megatron-core's `optimizer/emerging_optimizers.py`
+`TensorParallelMuon` calls.
 """
 
 from __future__ import annotations
@@ -12,15 +17,29 @@ from dataclasses import dataclass
 
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.muon import Orthogonalized, muon_ms
 from megatron_autorecompute.meta.roofline import Links
-from megatron_autorecompute.meta.static_bytes import Parameters, expert_data_parallel
+from megatron_autorecompute.meta.static_bytes import Parameters, Trained, expert_data_parallel
 
 ADAM_BYTES = 42
 """Moved for each parameter of the shard: gradient, master weight and moments read, three of them
 written, the weight written (30 bytes); the gradient read for its norm (4) and clipped (8)."""
 BUFFER_BYTES = 12
 """Moved for each parameter's main gradient: divided (8), and set to 0 (4)."""
+
+MUON_ITERATIONS = 5
+"""Megatron's default of `muon_num_ns_steps`."""
+MUON_KERNELS = 10 + 3 * MUON_ITERATIONS
+"""For each matrix: weight decay, momentum, its norm, the clamp and the division, to bf16 and back,
+two scales, the update; of every iteration X X^T and two `addmm`."""
+MUON_VIEWS = 5 + MUON_ITERATIONS
+"""Transposes and the expanded norm, which the host makes too."""
+MUON_CALLS = 4 + MUON_ITERATIONS
+"""Functions in Python around these kernels: `orthogonalize`, `scaled_orthogonalize_fn`,
+`newton_schulz_tp`, `newton_schulz`, and `newton_schulz_step` for every iteration."""
+MUON_BYTES = 90
+"""Moved for each of its parameters by these kernels but the iterations': weight decay (8), momentum
+(12), normalised (12), to bf16 and back (12), scaled twice (16), added to the master weight (12); by
+Megatron the gradient's norm and its clipping (12), the weight written (6)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,39 +59,47 @@ def step_end_ms(job: Job, device: Device, efficiency: Efficiency, stage: StageWo
     moved_bytes = 0
     exposed_ms = 0.0
     matrices_ms = 0.0
-    for count, ranks, matrices, muon in _shards(job, stage.parameters):
+    for trained, ranks in _shared(job, stage.parameters):
         sharers = len(ranks) if job.use_distributed_optimizer else 1
+        by_adam = trained.count
         if job.optimizer == "muon":
-            matrices_ms += muon_ms(device, efficiency, muon, matrices, sharers)
-        by_adam = count - matrices * (job.optimizer == "muon")
-        moved_bytes += ADAM_BYTES * (by_adam // sharers) + BUFFER_BYTES * count
-        exposed_ms += _collectives_ms(job, Links(device, efficiency), count, ranks, stage)
+            by_adam -= trained.in_matrices
+            matrices_ms += muon_ms(device, efficiency, trained, sharers)
+        moved_bytes += ADAM_BYTES * (by_adam // sharers) + BUFFER_BYTES * trained.count
+        exposed_ms += _collectives_ms(job, Links(device, efficiency), trained.count, ranks, stage)
     moving_ms = moved_bytes / (device.bandwidth_bytes * efficiency.bandwidth) * 1e3
     return exposed_ms + moving_ms + matrices_ms + efficiency.step_ms
 
 
-_Shard = tuple[int, range, int, Orthogonalized]
-
-
-def _shards(job: Job, parameters: Parameters) -> tuple[_Shard, _Shard]:
-    """Of dense and of expert parameters: how many, the ranks that share them, those of matrices,
-    and what Muon computes over these."""
+def _shared(job: Job, parameters: Parameters) -> tuple[tuple[Trained, range], ...]:
+    """Dense and expert parameters, and the ranks that share them."""
     tensor, expert = job.size("tensor"), job.size("expert") * job.expert_tensor_parallel
     dense_ranks = job.data_parallel * job.size("context")
     return (
-        (
-            parameters.dense,
-            range(0, tensor * dense_ranks, tensor),
-            parameters.dense_matrices,
-            parameters.dense_muon,
-        ),
-        (
-            parameters.expert,
-            range(0, expert * expert_data_parallel(job), expert),
-            parameters.expert_matrices,
-            parameters.expert_muon,
-        ),
+        (parameters.dense, range(0, tensor * dense_ranks, tensor)),
+        (parameters.expert, range(0, expert * expert_data_parallel(job), expert)),
     )
+
+
+def iteration_flops(rows: int, columns: int) -> int:
+    """A = X X^T along the shorter side, B = bA + cAA, X = aX + BX."""
+    short, long = sorted((rows, columns))
+    return 4 * short**2 * long + 2 * short**3
+
+
+def muon_ms(device: Device, efficiency: Efficiency, trained: Trained, ranks: int) -> float:
+    """Milliseconds of the fullest of so many ranks, which have whole matrices (megatron-core
+    optimizer/layer_wise_optimizer.py): of kernels, whose products reach what large ones do, or of
+    the host that starts them, if that takes longer."""
+    used = min(ranks, trained.matrices) or 1
+    matrices = -(-trained.matrices // used)
+    host_us = (MUON_KERNELS + MUON_VIEWS) * efficiency.host_us + MUON_CALLS * efficiency.module_us
+    moved_bytes = MUON_BYTES * trained.in_matrices / used
+    seconds = moved_bytes / (device.bandwidth_bytes * efficiency.bandwidth)
+    flops = MUON_ITERATIONS * (trained.iteration_flops / used)
+    seconds += flops / (device.rate("bf16") * efficiency.gemm)
+    seconds += matrices * MUON_KERNELS * efficiency.kernel_us * 1e-6
+    return max(1e3 * seconds, 1e-3 * matrices * host_us)
 
 
 def _collectives_ms(job: Job, links: Links, count: int, ranks: range, stage: StageWork) -> float:

@@ -3,7 +3,8 @@
 The model is rebuilt on meta tensors from the facts in the profile (`compat.model_facts`), so the
 check runs on any machine. A measured model can be rebuilt with Megatron's local layers only; one
 with Transformer Engine's layers is refused, because other layers would run here. A profile made
-without a device contains its job, which is run with the same stand-ins.
+without a device contains its job, which is run with the same stand-ins: this checks that layers,
+stages and schedule add up to what Megatron does, and not the stand-ins.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ from typing import Any
 
 from megatron_autorecompute.compat import model_facts, stage_layout
 from megatron_autorecompute.errors import OptionError, ProfileError, VerificationError
-from megatron_autorecompute.meta.hybrid import build_local
+from megatron_autorecompute.meta.fake_ranks import StepShape
+from megatron_autorecompute.meta.job import Job, job_from
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
-    StepShape,
     build_gpt,
+    build_local,
+    in_processes,
     stage_steps,
     workers,
 )
+from megatron_autorecompute.meta.model import run_stage
 from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES, pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout_flags import layout_text
 from megatron_autorecompute.planner.cost.peak_memory import Peak
 from megatron_autorecompute.planner.cost.policy_cost import evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
@@ -307,12 +312,12 @@ def run_stages_of(
             "profile made by estimate, or on the device with --recompute-policy @PLAN."
         )
     if "job" in facts:  # made without a device
-        from megatron_autorecompute.meta.job import job_from
-        from megatron_autorecompute.meta.stage_runs import run_stages
-
         job = job_from(facts["job"], "The profile's model.facts.job")
-        whole = _on_all_ranks(plan, lengths)
-        run_stages(job, _pipeline_fields(plan), num_microbatches, plan.policy, done, whole)
+        piped = replace(job, config={**job.config, **_pipeline_fields(plan)})
+        own = _on_all_ranks(plan, lengths) or [()] * len(num_microbatches)
+        run = functools.partial(_run_numbered, piped, tuple(num_microbatches), own, plan.policy)
+        numbers = range(len(num_microbatches))
+        in_processes(run, numbers, workers(len(numbers)), done)
         return
     config, build = rebuilt(plan)
     stage_steps(
@@ -325,6 +330,17 @@ def run_stages_of(
         num_microbatches=num_microbatches,
         lengths=_on_all_ranks(plan, lengths),
     )
+
+
+def _run_numbered(
+    job: Job,
+    num_microbatches: Sequence[int],
+    lengths: Sequence[tuple[int, ...]],
+    policy: RecomputePolicy,
+    number: int,
+) -> StageStep:
+    stage = number % job.size("pipeline")
+    return run_stage(job, num_microbatches[number], policy, stage, lengths[number])
 
 
 def _on_all_ranks(
@@ -437,7 +453,7 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "pipeline_model_parallel_size": layout.num_stages,
         "virtual_pipeline_model_parallel_size": layout.num_chunks if several else None,
-        "pipeline_model_parallel_layout": None if _is_even(layout) else layout_names(layout),
+        "pipeline_model_parallel_layout": None if _is_even(layout) else layout_text(layout),
         "num_layers_in_first_pipeline_stage": None,
         "num_layers_in_last_pipeline_stage": None,
         "account_for_embedding_in_pipeline_split": False,
@@ -458,15 +474,6 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
 def _is_even(layout: Layout) -> bool:
     sizes = {len(layers) for layers in layout.chunk_layers()}
     return len(sizes) == 1 and not layout.mtp_num_layers
-
-
-def layout_names(layout: Layout) -> list[list[str]]:
-    """A layout as Megatron's `pipeline_model_parallel_layout` takes it: a list per chunk."""
-    rows = []
-    for chunk in (chunk for chunks in zip(*layout.stages, strict=True) for chunk in chunks):
-        kinds = ["decoder" if layer < layout.num_layers else "mtp" for layer in chunk.layers]
-        rows.append(["embedding"] * chunk.embedding + kinds + ["loss"] * chunk.head)
-    return rows
 
 
 def _shape(plan: Plan) -> StepShape:

@@ -15,8 +15,8 @@ import torch
 
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta import without_cuda
+from megatron_autorecompute.meta.fake_ranks import fake_ranks
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.meta_step import fake_ranks
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
     Shard,

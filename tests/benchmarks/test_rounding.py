@@ -13,7 +13,7 @@ from benchmarks.measured.evaluation import flushed_bytes
 from benchmarks.measured.grad_buffers import laid_out
 from benchmarks.measured.live_blocks import FirstUse, LiveBlocks
 from benchmarks.measured.rounding import StaticBlocks, rounding
-from megatron_autorecompute.meta import ops, shared_buffers
+from megatron_autorecompute.meta import kept_bytes, ops
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.model import shard
 from megatron_autorecompute.meta.profiling import profile_job
@@ -84,9 +84,7 @@ def test_a_stage_takes_more_in_blocks_and_without_them_hardly_more():
 
 def test_a_workspace_is_made_where_the_first_product_finds_a_hole():
     allocator, four = CachingAllocator(), 4 << 20
-    buffers = FirstUse(
-        allocator, {shared_buffers.OF_LINEAR: four, shared_buffers.OF_TORCH: 2 * four}
-    )
+    buffers = FirstUse(allocator, {kept_bytes.OF_LINEAR: four, kept_bytes.OF_TORCH: 2 * four})
     with LiveBlocks(allocator, [], buffers), torch.device("meta"):
         mask = torch.empty(four, dtype=torch.uint8)
         x, weight = (torch.empty(256, 256, dtype=torch.bfloat16) for _ in "xw")

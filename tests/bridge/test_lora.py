@@ -10,7 +10,7 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.job_checks import LORA_TARGETS
+from megatron_autorecompute.meta.job_config import LORA_TARGETS
 from megatron_autorecompute.meta.model import JobStep, add_main_gradients, shard
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.recipe import fields_of_peft, job_from_recipe

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 
+from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
-    StepShape,
     StepSpan,
     Where,
     stage_step,

@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_autorecompute.meta.model import run_stage
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.meta.stage_runs import run_stage
 from megatron_autorecompute.planner.cost.policy_cost import evaluate
 from megatron_autorecompute.policy import RecomputePolicy
 from tests.meta.test_no_device import H100, job

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.measured.stage_need import own_need
-from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta import stage_runs
+from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.meta.model import run_stage
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import require_verified, verify
 from megatron_autorecompute.planner.plan import make_plan
@@ -36,7 +36,7 @@ def moe_job(**fields):
 
 def run(policy, **fields):
     layers = RecomputePolicy.parse(policy, num_layers=LAYERS)
-    return stage_runs.run_stage(moe_job(**fields), 4, layers, 0)
+    return run_stage(moe_job(**fields), 4, layers, 0)
 
 
 @pytest.mark.any_version
@@ -146,7 +146,6 @@ def test_a_job_that_offloads_beside_a_backward_is_run_as_it_is():
     assert need.first_step_bytes < need.peak_bytes  # in the warm-up all groups leave
 
 
-def test_full_is_refused_beside_a_backward_with_what_to_do():
-    policy = RecomputePolicy.parse("none*1,full*3", num_layers=LAYERS)
-    with pytest.raises(OptionError, match="layer 1 is under full, which Megatron refuses"):
-        stage_runs.run_stages(moe_job(), OVERLAP, [4], policy)
+def test_full_is_refused_beside_a_backward_in_megatrons_words():
+    with pytest.raises(PolicyError, match=r"refuses full on layer 1 .*disable full recomputation"):
+        run("none*1,full*3", **OVERLAP)

@@ -15,8 +15,8 @@ from megatron_autorecompute.compat.graph_fields import graph_fields
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Efficiency
 from megatron_autorecompute.meta.job import job_from
+from megatron_autorecompute.meta.job_config import GraphScope
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.meta.resolved import GraphScope
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import FULL, LayerPolicy

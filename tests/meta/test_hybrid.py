@@ -15,10 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_autorecompute.cli.show import for_hybrid, pattern_of_plan
 from megatron_autorecompute.compat import layer_modules, model_layers, rules
 from megatron_autorecompute.errors import OptionError, PipelineError
-from megatron_autorecompute.meta import model, recipe, stage_runs, without_cuda
+from megatron_autorecompute.meta import model, recipe, without_cuda
 from megatron_autorecompute.meta.devices import device
+from megatron_autorecompute.meta.fake_ranks import fake_ranks
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.meta_step import fake_ranks
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import TOLERANCE, verify
 from megatron_autorecompute.patched import patched
@@ -216,7 +216,7 @@ def middle_plan(asked):
     ],
 )
 def test_plans_are_what_megatrons_schedule_does(monkeypatch, pattern, fields):
-    monkeypatch.setattr(stage_runs, "in_processes", in_this_process)
+    monkeypatch.setattr("megatron_autorecompute.meta.verify.in_processes", in_this_process)
     plan = middle_plan(job(pattern, **fields))
     for check in verify(plan):
         assert abs(check.error) <= TOLERANCE, (check, plan.policy.format())

@@ -16,8 +16,8 @@ from megatron_autorecompute.cli.jobs import read_job
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.devices import device, devices
 from megatron_autorecompute.meta.job import job_from, load_job
-from megatron_autorecompute.meta.outside_torch import deepep_bytes, outside_torch
 from megatron_autorecompute.meta.profiling import profile_job
+from megatron_autorecompute.meta.static_bytes import deepep_bytes, outside_torch
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.units import GIB

@@ -8,7 +8,7 @@ import pytest
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.job_checks import ADAPTED, LORA_TARGETS
+from megatron_autorecompute.meta.job_config import ADAPTED, LORA_TARGETS
 from megatron_autorecompute.meta.model import shard
 from megatron_autorecompute.meta.profiling import assumed, profile_job
 from megatron_autorecompute.meta.verify import verify

@@ -14,9 +14,9 @@ import torch
 
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.meta import without_cuda
+from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
-    StepShape,
     build_chunks,
     build_gpt,
     stage_step,

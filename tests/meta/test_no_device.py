@@ -21,7 +21,6 @@ from megatron_autorecompute.errors import (
     ProfileError,
     VerificationError,
 )
-from megatron_autorecompute.meta import stage_runs
 from megatron_autorecompute.meta.devices import SHARES, Efficiency, device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.measured_records import with_measured
@@ -249,7 +248,8 @@ def meta_step_peaks(asked, policy=None):
     import torch
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_autorecompute.meta.meta_step import StepShape, stage_step
+    from megatron_autorecompute.meta.fake_ranks import StepShape
+    from megatron_autorecompute.meta.meta_step import stage_step
 
     config = TransformerConfig(
         **{**asked.config, "activation_func": torch.nn.functional.gelu},
@@ -427,7 +427,7 @@ APART = {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_lay
 def test_multi_token_prediction_is_what_megatrons_schedule_does(
     monkeypatch, base, depths, stages, pipeline
 ):
-    monkeypatch.setattr(stage_runs, "in_processes", in_this_process)
+    monkeypatch.setattr("megatron_autorecompute.meta.verify.in_processes", in_this_process)
     config = {**base, **pipeline, "pipeline_model_parallel_size": stages, "mtp_num_layers": depths}
     asked = job(config, moe_imbalance={"99": 1.0} if base is MOE else {})
     boundless = replace(H100, bandwidth_bytes=1e30)

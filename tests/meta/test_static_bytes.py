@@ -18,11 +18,12 @@ from megatron.core.optimizer import (
 from benchmarks.measured.rounding import StaticBlocks
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import device
-from megatron_autorecompute.meta.model import shard
-from megatron_autorecompute.meta.profiling import counted_weights, profile_job
-from megatron_autorecompute.meta.stage_runs import run_stage
+from megatron_autorecompute.meta.kept_bytes import counted_weights
+from megatron_autorecompute.meta.model import run_stage, shard
+from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.static_bytes import (
     Parameters,
+    Trained,
     Weights,
     expert_data_parallel,
     optimizer_step_bytes,
@@ -40,8 +41,9 @@ ADAM = {"use_precision_aware_optimizer": True}
 BF16 = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 
 
-def of(the_job, **counts):
-    return static_bytes(the_job, H100, Weights(others=Parameters(**counts)))
+def of(the_job, frozen=0, dense=0, dense_matrices=0, expert=0):
+    parameters = Parameters(Trained(dense, dense_matrices), Trained(expert), frozen)
+    return static_bytes(the_job, H100, Weights(others=parameters))
 
 
 def test_distributed_optimizer_takes_6_plus_12_over_d_bytes():
@@ -82,9 +84,9 @@ def test_muon_trains_matrices_outside_embedding_and_output_layer():
         parts = built.model.embedding, built.model.output_layer, built.model.decoder
         embedding, output, layers = map(counted_weights, parts)
         flat = sum(p.numel() for p in built.model.decoder.parameters() if p.dim() == 1)
-    assert embedding.total.dense_matrices == output.total.dense_matrices == 0
-    assert layers.total.dense - layers.total.dense_matrices == flat
-    assert layers.total.expert == layers.total.expert_matrices > 0
+    assert embedding.total.dense.in_matrices == output.total.dense.in_matrices == 0
+    assert layers.total.dense.count - layers.total.dense.in_matrices == flat
+    assert layers.total.expert.count == layers.total.expert.in_matrices > 0
 
 
 def test_every_stage_counts_the_weights_that_megatron_builds_there():
@@ -119,7 +121,7 @@ def test_frozen_weights_have_neither_gradient_nor_state():
 )
 def test_quantised_weights_are_kept_for_forward_and_backward(fields, gpu, bytes_each):
     assert weight_bytes(job(**fields), gpu) == bytes_each
-    both = Weights(Parameters(dense=800), Parameters(dense=7))
+    both = Weights(Parameters(dense=Trained(800)), Parameters(dense=Trained(7)))
     assert static_bytes(job(**fields), gpu, both).parameter_bytes == 800 * bytes_each + 2 * 7
 
 
@@ -284,7 +286,7 @@ def test_fused_adam_copies_moments_that_are_not_fp32_of_one_group_at_a_time():
     moe = {"num_moe_experts": 8, "expert_model_parallel_size": 4}
     bf16 = {**ADAM, "accumulate_allreduce_grads_in_fp32": False}
     # 1,000 and 3,000 of them on this rank.
-    weights = Weights(Parameters(expert=6000), Parameters(dense=8000))
+    weights = Weights(Parameters(expert=Trained(6000)), Parameters(dense=Trained(8000)))
 
     def made(**fields):
         return optimizer_step_bytes(job(moe, **bf16, **fields), weights)

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.devices import Efficiency, device
 from megatron_autorecompute.meta.job import job_from
-from megatron_autorecompute.meta.muon import iteration_flops, orthogonalized
-from megatron_autorecompute.meta.profiling import counted_weights, profile_job, traffic
+from megatron_autorecompute.meta.kept_bytes import counted_weights
+from megatron_autorecompute.meta.profiling import profile_job, traffic
 from megatron_autorecompute.meta.roofline import (
     ALLTOALL,
     TAKEN_BY_NCCL,
@@ -22,8 +22,8 @@ from megatron_autorecompute.meta.roofline import (
     Traffic,
     share_with_copies,
 )
-from megatron_autorecompute.meta.static_bytes import Parameters
-from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
+from megatron_autorecompute.meta.static_bytes import Parameters, Trained
+from megatron_autorecompute.meta.step_end import StageWork, iteration_flops, step_end_ms
 
 pytestmark = pytest.mark.any_version
 
@@ -320,7 +320,7 @@ def job(**fields):
 def test_the_end_of_a_step_is_collectives_that_nothing_hides_and_adams_bytes(overlaps):
     asked = job(overlap_grad_reduce=overlaps, overlap_param_gather=overlaps)
     count = 10**9
-    stage = StageWork(Parameters(dense=count), backward_ms=1e3, forward_ms=1e3)
+    stage = StageWork(Parameters(dense=Trained(count)), backward_ms=1e3, forward_ms=1e3)
     found = step_end_ms(asked, H100, replace(PEAKS, step_ms=7), stage)
     # Gradients in fp32 are reduced, bf16 weights gathered: all of them, or one bucket of 4e7.
     sent = 4e7 if overlaps else count
@@ -333,7 +333,7 @@ def test_a_short_backward_hides_only_its_own_time_of_the_reduction():
     asked = job()
     count = 10**9
     long, short = (
-        step_end_ms(asked, H100, PEAKS, StageWork(Parameters(dense=count), ms, 1e3))
+        step_end_ms(asked, H100, PEAKS, StageWork(Parameters(dense=Trained(count)), ms, 1e3))
         for ms in (1e3, 1.0)
     )
     reduction_ms = 4 * count * 7 / 8 / 450e9 * 1e3
@@ -360,10 +360,10 @@ def test_muon_iterates_over_every_matrix_that_it_trains():
     model = torch.nn.ModuleList([Attention(), torch.nn.Linear(8, 8, device="meta")])
     model.register_parameter("experts", experts)
     count = counted_weights(model).total
-    assert count.expert_muon == orthogonalized(experts, (96,))
-    assert (count.expert_muon.matrices, count.dense_muon.matrices) == (4, 4)
+    assert count.expert.iteration_flops == 4 * iteration_flops(96, 32)
+    assert (count.expert.matrices, count.dense.matrices) == (4, 4)
     rows = (64, 16, 16, 8)  # query, key, value, and the other weight
-    assert count.dense_muon.flops == sum(iteration_flops(each, 8) for each in rows)
+    assert count.dense.iteration_flops == sum(iteration_flops(each, 8) for each in rows)
 
     # The host starts 35 operations and calls 9 functions for each of 4 + 4 matrices; without the
     # distributed optimizer every rank does all of them.

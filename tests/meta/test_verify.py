@@ -19,8 +19,9 @@ from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.errors import VerificationError
 from megatron_autorecompute.meta import verify
 from megatron_autorecompute.meta.meta_step import MOST_WORKERS, workers
-from megatron_autorecompute.meta.verify import StageCheck, layout_names, require_verified
+from megatron_autorecompute.meta.verify import StageCheck, require_verified
 from megatron_autorecompute.planner.cost.layout import Layout
+from megatron_autorecompute.planner.cost.layout_flags import layout_text
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.problem import Problem
@@ -52,7 +53,8 @@ def profile_of_a_model() -> Profile:
 
     from megatron_autorecompute.compat import model_facts
     from megatron_autorecompute.meta import without_cuda
-    from megatron_autorecompute.meta.meta_step import build_chunks, fake_ranks, meta_config
+    from megatron_autorecompute.meta.fake_ranks import fake_ranks
+    from megatron_autorecompute.meta.meta_step import build_chunks, meta_config
 
     found = measured_profile(CASE)
     size = shape(CASE, 4)
@@ -292,14 +294,13 @@ def test_a_stage_that_needs_more_than_its_budget_is_an_error_even_where_predicte
 
 
 @pytest.mark.parametrize("text", ["Ettt|ttt|tt|mL", "Et|t|t|ttttt|tmL", "Ettttt|ttmL"])
-def test_a_layout_is_read_back_from_the_names_given_to_megatron(text):
+def test_a_layout_is_read_back_from_the_text_given_to_megatron(text):
     layout = Layout.parse(text, pp=text.count("|") + 1)
-    names = layout_names(layout)
     again = Layout.from_flags(
         layout.num_layers,
         layout.num_stages,
         mtp_num_layers=1,
-        pipeline_model_parallel_layout=names,
+        pipeline_model_parallel_layout=layout_text(layout),
     )
     assert again == layout
 

@@ -16,7 +16,7 @@ import yaml
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.compare.comparison import Shape
-from megatron_autorecompute.meta import hybrid
+from megatron_autorecompute.compat import layer_specs
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.profiling import longest_end_ms, replace_mtp, stage_parameters
@@ -80,7 +80,7 @@ def local_layers():
     with (
         patched(build, "refuse", lambda *_: None),
         patched(build, "hybrid_spec", hybrid_models.local_spec),
-        patched(hybrid, "_spec", hybrid_models.local_spec),
+        patched(layer_specs, "with_modules", lambda _: hybrid_models.local_spec()),
         patched(build, "megatron_on", megatron_on),
     ):
         yield

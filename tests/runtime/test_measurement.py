@@ -336,8 +336,8 @@ def measured_with_depths(stages, depths, policies):
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils.flop_counter import flop_registry
 
+    from megatron_autorecompute.meta.fake_ranks import StepShape
     from megatron_autorecompute.meta.meta_step import (
-        StepShape,
         TokenStep,
         kept_between_steps,
         trace_step,

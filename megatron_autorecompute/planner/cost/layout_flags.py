@@ -82,7 +82,7 @@ def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[s
     first, last = layers[0], layers[-1] - layout.mtp_num_layers
     chunks = {CHUNKS: str(layout.num_chunks)} if layout.num_chunks > 1 else {}
     if uneven_layout(layout, first, last) != layout:
-        return {TEXT: _text(layout)}
+        return {TEXT: layout_text(layout)}
     return {FIRST: str(first), **({} if _first_alone(layout) else {LAST: str(last)}), **chunks}
 
 
@@ -106,7 +106,8 @@ def uneven_layout(shape: Layout, first: int, last: int) -> Layout | None:
         return None
 
 
-def _text(layout: Layout) -> str:
+def layout_text(layout: Layout) -> str:
+    """A layout as Megatron's `pipeline_model_parallel_layout` takes it, such as Et*3|t*2L."""
     decoder = range(layout.num_layers)
     rows = []
     for layers in layout.chunk_layers():

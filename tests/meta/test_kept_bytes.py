@@ -12,11 +12,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import device
-from megatron_autorecompute.meta.model import JobStep, add_main_gradients, shard
+from megatron_autorecompute.meta.kept_bytes import deferred_output_layer, workspaces
+from megatron_autorecompute.meta.model import JobStep, add_main_gradients, built_stage, shard
 from megatron_autorecompute.meta.profiling import profile_job
-from megatron_autorecompute.meta.shared_buffers import deferred_output_layer, workspaces
-from megatron_autorecompute.meta.stage_runs import built_stage
-from megatron_autorecompute.meta.static_bytes import Parameters, Weights, static_bytes
+from megatron_autorecompute.meta.static_bytes import Parameters, Trained, Weights, static_bytes
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.peak_memory import stage_base
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
@@ -240,7 +239,7 @@ def test_the_compiled_backward_of_the_fused_cross_entropy_makes_one_fp32_copy_mo
 
 
 def test_instances_of_the_distributed_optimizer_each_have_the_whole_state():
-    weights = Weights(others=Parameters(dense=8000))
+    weights = Weights(others=Parameters(dense=Trained(8000)))
     one, two = (
         static_bytes(job(num_distributed_optimizer_instances=number), H100, weights)
         for number in (1, 2)

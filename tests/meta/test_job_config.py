@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_autorecompute.meta.resolved import Resolved
+from megatron_autorecompute.meta.job_config import Resolved
 
 pytestmark = pytest.mark.newest_version
 

@@ -1,0 +1,189 @@
+"""One process as the first rank of a pipeline stage; the other ranks are fake.
+
+Stages send shapes before every tensor if microbatches differ in length, or if MTP depths are on
+another stage than the loss. Megatron's own code of `variable_seq_lengths` and `mtp_standalone`
+runs, with real small tensors on CPU. torch's "fake" process group delivers nothing, so this module
+fills in what a neighbour would have sent: neighbours run the same schedule, and send the shapes of
+their microbatches in its order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.patched import patched
+from megatron_autorecompute.planner.cost.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Sizes of a step that are not in the model's config."""
+
+    seq_length: int
+    micro_batch_size: int
+    num_microbatches: int
+    vocab_size: int
+    """Padded as in Megatron: a multiple of the tensor parallel size."""
+    data_parallel_size: int = 1
+    """Ranks per (tensor, context, pipeline) position; at least the expert parallel size over cp."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each microbatch, on all context parallel ranks together, if microbatches differ;
+    each is one sample, and stages exchange shapes. Empty: `seq_length`."""
+
+    def __post_init__(self) -> None:
+        if self.lengths and len(self.lengths) != self.num_microbatches:
+            raise OptionError(
+                f"{len(self.lengths)} lengths were given for {self.num_microbatches} microbatches. "
+                "Give one for each."
+            )
+
+
+@contextlib.contextmanager
+def fake_ranks(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
+    """In this block the process is the first rank of a pipeline stage; other ranks are fake."""
+    from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    ranks_per_stage = (
+        config.tensor_model_parallel_size * config.context_parallel_size * shape.data_parallel_size
+    )
+    torch.distributed.init_process_group(
+        "fake",
+        store=FakeStore(),
+        rank=stage * ranks_per_stage,
+        world_size=config.pipeline_model_parallel_size * ranks_per_stage,
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor_model_parallel_size,
+            pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+            context_parallel_size=config.context_parallel_size,
+            expert_model_parallel_size=config.expert_model_parallel_size,
+            expert_tensor_parallel_size=config.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+        )
+        with _fake_neighbours(config, stage, shape), _works_that_hold():
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+class _Work:
+    """A p2p operation's work with its tensor, as gloo and NCCL have it and the fake group not."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def wait(self, *_: Any) -> bool:
+        """Nothing is under way."""
+        return True
+
+
+@contextlib.contextmanager
+def _works_that_hold() -> Iterator[None]:
+    def work(_: Any, tensors: list[torch.Tensor], *__: Any) -> _Work:
+        return _Work(tensors)
+
+    group = torch.distributed.ProcessGroup
+    with patched(group, "send", work), patched(group, "recv", work):
+        yield
+
+
+@contextlib.contextmanager
+def _fake_neighbours(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
+    """In this block the fake neighbours of a stage send the shapes of their tensors."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    depths_at = _depths_apart(config)
+    if not shape.lengths and depths_at is None:
+        yield
+        return
+    schedule = Schedule(
+        config.pipeline_model_parallel_size,
+        config.virtual_pipeline_model_parallel_size or 1,
+        shape.num_microbatches,
+        config.microbatch_group_size_per_vp_stage,
+    )
+    split = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    split *= config.context_parallel_size
+    lengths = shape.lengths or [shape.seq_length] * shape.num_microbatches
+
+    def sent(microbatch: int, of_stage: int, *, last_chunk: bool) -> tuple[int, int, int]:
+        """The shape of a stage's output: tokens, micro-batch, hidden. Those of MTP depths go to
+        the stage of the loss, the decoder's output and each depth's in one tensor."""
+        tokens = lengths[microbatch] // split
+        if depths_at is not None and of_stage >= depths_at and last_chunk:
+            tokens *= 1 + (config.mtp_num_layers or 0)
+        return tokens, shape.micro_batch_size, config.hidden_size
+
+    outputs, gradients = received(schedule, stage)
+    from_before = iter([sent(number, stage - 1, last_chunk=last) for number, last in outputs])
+    from_behind = iter([sent(number, stage, last_chunk=last) for number, last in gradients])
+    original = P2PCommunicator._communicate_shapes
+
+    @functools.wraps(original)
+    def communicate_shapes(
+        self: Any, to_next: Any, to_previous: Any, recv_prev: bool, recv_next: bool
+    ) -> Any:
+        # Megatron appends the operations in this order.
+        coming = [*islice(from_before, int(recv_prev)), *islice(from_behind, int(recv_next))]
+
+        def deliver(operations: Sequence[Any]) -> list[Any]:
+            receives = [each for each in operations if each.op is torch.distributed.irecv]
+            for receive, shape in zip(receives, coming, strict=True):
+                receive.tensor.copy_(torch.tensor(shape))
+            return []
+
+        with (
+            patched(torch.cuda, "current_device", lambda: torch.device("cpu")),
+            patched(torch.distributed, "batch_isend_irecv", deliver),
+        ):
+            return original(self, to_next, to_previous, recv_prev, recv_next)
+
+    with patched(P2PCommunicator, "_communicate_shapes", communicate_shapes):
+        yield
+
+
+def _depths_apart(config: Any) -> int | None:
+    """The stage whose last chunk has the MTP depths, if the loss is on another one."""
+    if not getattr(config, "mtp_standalone", False):
+        return None
+    layout = config.pipeline_model_parallel_layout.layout
+    return next(
+        stage
+        for stage, chunks in enumerate(layout)
+        if any(getattr(kind, "name", kind) == "mtp" for kind in chunks[-1])
+    )
+
+
+def received(
+    schedule: Schedule, stage: int
+) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]]]:
+    """The microbatches whose outputs a stage gets from the stage before it, and those whose
+    gradients it gets from the stage behind it, in the order in which they come; of each, whether it
+    is of the last chunk of its stage."""
+    last = schedule.num_stages - 1
+    before, behind = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
+    kept_forward = {schedule.num_chunks - 1} if before == last else set()
+    kept_backward = {0} if behind == 0 else set()
+    outputs = [
+        (event.microbatch, event.chunk == schedule.num_chunks - 1)
+        for event in schedule.events(before)
+        if event.direction == "forward" and event.chunk not in kept_forward
+    ]
+    gradients = [
+        (event.microbatch, behind > 0 and event.chunk == schedule.num_chunks - 1)
+        for event in schedule.events(behind)
+        if event.direction == "backward" and event.chunk not in kept_backward
+    ]
+    return outputs, gradients
