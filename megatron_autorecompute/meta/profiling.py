@@ -11,6 +11,7 @@ import copy
 import functools
 import hashlib
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
@@ -385,6 +386,7 @@ def _measured(
         OffloadCounter([model], clock, whole.may_offload).watching() as offloaded,
     ):
         measurement = Measurement(whole, applied, clock, left=lambda: offloaded.found)
+        kept_bytes = sys.maxsize
         for number, _ in enumerate(measurement.policies()):
             progress(f"{job.name}: step {number + 1} on meta tensors")
             # One microbatch is in flight, as in a pipeline. So what a MoE layer's dispatcher keeps
@@ -398,7 +400,9 @@ def _measured(
                 loss.backward()
             offloaded.keep(applied.policy.layers)
             del earlier, loss
-            kept_bytes = live.current_bytes  # by dispatchers: alike under every choice
+            # By dispatchers: alike under every choice. After a step that offloads, Megatron's
+            # manager also has tensors of the forward that had no backward.
+            kept_bytes = min(kept_bytes, live.current_bytes)
         if unseen := measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
             raise ProfileError(

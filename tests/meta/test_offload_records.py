@@ -9,6 +9,7 @@ from megatron_autorecompute.cli import main
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import offload_records
 from megatron_autorecompute.meta.devices import device
+from megatron_autorecompute.meta.job import load_job
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import verify
 from megatron_autorecompute.planner.cost.layout import Layout
@@ -23,13 +24,14 @@ from tests.meta.test_no_device import GROUPS, HEADS, MOE, SEQUENCE, UNIT, job
 H100 = device("h100-80gb")
 EVERY_TENSOR = {"min_offloaded_tensor_size": 1}
 ROUNDING = 1e-9  # of shares of a layer's time, which are differences of sums
+MODULES = ("layernorm", "moe_act")
 SETS = [("core_attn", "attn_proj", "mlp_norm"), ("expert_fc1", "moe_act")]
 
 
 @pytest.fixture(scope="module")
 def profile():
     config = {**EVERY_TENSOR, **MOE}
-    return profile_job(job(config), H100, only=("layernorm", "moe_act"), offload=SETS)
+    return profile_job(job(config), H100, only=MODULES, offload=SETS)
 
 
 def test_what_leaves_is_what_the_layer_holds_less(profile):
@@ -46,6 +48,35 @@ def test_what_leaves_is_what_the_layer_holds_less(profile):
         assert record.held_bytes + leaves == plain.held_bytes, record.choice
         assert record.host_bytes >= leaves
         assert record.forward_ms == pytest.approx(plain.forward_ms)
+
+
+def test_what_offload_leaves_behind_is_not_counted_as_static_bytes():
+    fields = {
+        "num_layers": 4,
+        "hidden_size": 512,
+        "ffn_hidden_size": 1024,
+        "num_attention_heads": 8,
+        "num_moe_experts": 16,
+        "moe_ffn_hidden_size": 256,
+        "moe_shared_expert_intermediate_size": 256,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_layer_freq": [0, 1, 1, 1],
+        "expert_model_parallel_size": 8,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "pipeline_model_parallel_layout": None,
+    }
+    deepseek = load_job("megatron_autorecompute/examples/deepseek-v3.yaml")
+    small = replace(
+        deepseek, num_gpus=16, global_batch_size=16, config={**deepseek.config, **fields}
+    )
+    with_offload, without = (
+        profile_job(small, H100, only=MODULES, offload=sets).kinds
+        for sets in ((("core_attn", "moe_act"),), ())
+    )
+    for one, other in zip(with_offload, without, strict=True):
+        assert one.static.buffer_bytes == pytest.approx(other.static.buffer_bytes, rel=0.05)
 
 
 def test_groups_are_those_that_megatrons_modules_save(profile):
