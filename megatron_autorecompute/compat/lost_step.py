@@ -76,8 +76,9 @@ _CHUNK = "_autorecompute_chunk"
 
 def of_chunk(output: Any, number: int) -> Any:
     """A forward's output, marked for `replace_backward` as that of the chunk with this number."""
-    if isinstance(_first(output), torch.Tensor):
-        setattr(_first(output), _CHUNK, number)
+    first = output[0] if isinstance(output, (list, tuple)) else output
+    if isinstance(first, torch.Tensor):
+        setattr(first, _CHUNK, number)
     return output
 
 
@@ -103,16 +104,14 @@ def replace_backward(
             if (named["config"] if "config" in named else args[-1]) is not config:
                 return run()
             # What has no mark was computed behind the last chunk: a loss.
-            number = getattr(_first(output_tensor), _CHUNK, num_chunks - 1)
+            several = isinstance(output_tensor, (list, tuple))
+            first = output_tensor[0] if several else output_tensor
+            number = getattr(first, _CHUNK, num_chunks - 1)
             return instead(number, input_tensor, run)
 
         return backward_step
 
     replace(schedules, "backward_step", replaced)
-
-
-def _first(tensors: Any) -> Any:
-    return tensors[0] if isinstance(tensors, (list, tuple)) else tensors
 
 
 def leave_interrupted_checkpoint(chunks: Iterable[torch.nn.Module]) -> None:
