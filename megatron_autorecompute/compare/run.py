@@ -294,14 +294,14 @@ def from_ranks(settings: Settings) -> Iterator[Iterator[Any]]:
             readers[reader] = rank
             processes.append(process)
         try:
-            yield _messages(readers, settings.timeout_s)
+            yield messages_of(readers, settings.timeout_s)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _messages(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]:
+def messages_of(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]:
     """The ranks' messages until all are done; raises the error of the first that fails."""
     pending = dict(readers)
     while pending:
@@ -316,16 +316,33 @@ def _messages(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]
             try:
                 message = reader.recv()
             except (EOFError, OSError):  # between two messages, or within one
-                raise MachineError(
-                    f"Rank {rank} died without a message (killed, or out of host memory). "
-                    "Finished strategies are in the output folder; smaller sizes need less memory."
-                ) from None
+                raise _died(rank) from None
             if isinstance(message, BaseException):
-                raise message
+                # The death of another one is why this one fails.
+                dead = [pending[one] for one in pending if one is not reader and _is_dead(one)]
+                raise _died(dead[0]) if dead else message
             if message is None:
                 del pending[reader]
             else:
                 yield message
+
+
+def _died(rank: int) -> MachineError:
+    return MachineError(
+        f"Rank {rank} died without a message (killed, or out of host memory). Finished strategies "
+        "are in the output folder; smaller sizes need less memory."
+    )
+
+
+def _is_dead(reader: Connection) -> bool:
+    """Whether a rank has ended and did not say why."""
+    try:
+        while reader.poll():
+            if isinstance(reader.recv(), BaseException):
+                return False
+    except (EOFError, OSError):
+        return True
+    return False
 
 
 # --- a rank ---------------------------------------------------------------------------------------

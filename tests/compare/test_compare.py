@@ -22,7 +22,7 @@ from rich.console import Console
 from megatron_autorecompute.cli import main as program
 from megatron_autorecompute.compare import rendering, run
 from megatron_autorecompute.compare.comparison import Comparison, Shape
-from megatron_autorecompute.compare.run import Contest, Settings, parse
+from megatron_autorecompute.compare.run import Contest, Settings, messages_of, parse
 from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.errors import InfeasibleError, MachineError
 from megatron_autorecompute.patched import patched
@@ -485,3 +485,15 @@ def test_a_killed_rank_keeps_what_was_finished(tmp_path, capsys):
     assert main(words) == 7
     assert "died without a message" in " ".join(capsys.readouterr().err.split())
     assert len(Comparison.load(path).rows()) == 6
+
+
+@pytest.mark.parametrize("dead", [(), (1,), (1, 2)])
+def test_the_death_of_a_rank_is_said_and_not_what_it_did_to_others(dead):
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
+    for rank, (_, writer) in enumerate(pipes):
+        if rank not in dead:
+            writer.send(MachineError(f"Rank {rank} failed: Connection closed by peer"))
+        writer.close()
+    said = f"Rank {dead[0]} died without a message" if dead else "Rank 0 failed"
+    with pytest.raises(MachineError, match=said):
+        list(messages_of({reader: rank for rank, (reader, _) in enumerate(pipes)}, 1.0))
