@@ -121,10 +121,19 @@ def test_a_report_scrolls_sideways_at_no_width(browser, report, width):
         assert found.ask(SIDEWAYS) == 0
 
 
+EVENT = """(() => {
+    const stage = stages[0], canvas = document.querySelector("#pipeline").clientWidth;
+    const event = [...stage.start.keys()].find(each => stage.start[each] > 0.3 * end);
+    const middle = (stage.start[event] + stage.end[event]) / 2;
+    return xOf(middle, canvas - GUTTER) / canvas;
+})()"""
+"""Where an event of stage 0 is, as a share of the picture's width."""
+
+
 def test_the_mouse_finds_events_waiting_memory_layers_and_points_of_the_curve(browser, llama):
     took_s = Plan.load(llama.with_suffix(".json")).cost.step_ms / 1e3
     with opened(browser, llama) as found:
-        found.over("#pipeline", 0.3, 0.05)
+        found.over("#pipeline", found.ask(EVENT), 0.05)
         assert found.tip.startswith(("Forward: stage 0", "Backward: stage 0"))
         assert "alive of 73.14 GiB" in found.tip
         found.over("#memory", 0.3, 0.5)
@@ -212,7 +221,7 @@ def test_the_status_line_is_of_what_is_clicked(browser, llama):
     with opened(browser, llama) as found:
         found.page.focus("#pipeline")
         found.page.keyboard.press("p")
-        found.over("#pipeline", 0.3, 0.05)
+        found.over("#pipeline", found.ask(EVENT), 0.05)
         clicked, under = found.page.inner_text("#said"), found.tip.splitlines()[0]
         found.page.mouse.down()
         found.page.mouse.up()
