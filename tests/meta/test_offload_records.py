@@ -50,6 +50,7 @@ def test_what_leaves_is_what_the_layer_holds_less(profile):
         assert record.forward_ms == pytest.approx(plain.forward_ms)
 
 
+@pytest.mark.filterwarnings("ignore:apply_rope_fusion for multi-latent attention")
 def test_what_offload_leaves_behind_is_not_counted_as_static_bytes():
     fields = {
         "num_layers": 4,
