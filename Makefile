@@ -20,6 +20,8 @@ export TORCHDYNAMO_DISABLE := 1
 export OMP_NUM_THREADS := 1
 # Of the tests' many processes only the first compiles this package.
 unexport PYTHONDONTWRITEBYTECODE
+# A target says itself which megatron-core it runs on, where it is not the .venv's.
+unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
 .PHONY: help compare results examples recorded measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge test-te gpu-dry-run wheel lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean

@@ -132,7 +132,7 @@ def why_not_experts(moe: Any) -> str | None:
 def why_not_part(layer: Layer, name: str) -> str | None:
     """Why this part of a layer's experts cannot run once, or its norms twice; None for others."""
     if name == "ln_out":
-        return _why_not_normed_again()
+        return why_not_normed_again()
     moe = getattr(layer, "mlp", None)
     of_experts = name in ("dispatch", "experts") and isinstance(moe, MoELayer)
     return why_not_experts(moe) if of_experts else None
@@ -206,13 +206,14 @@ def fused_norms(layer: torch.nn.Module, modules: Sequence[str] = ()) -> Iterator
         norm, weight = (getattr(module, each, None) for each in ("layer_norm_weight", "weight"))
         is_fused = isinstance(norm, torch.Tensor) and isinstance(weight, torch.Tensor)
         returns = getattr(module, "return_layernorm_output", False)
-        runs_alone = hasattr(module, "normed_again") or _why_not_normed_again() is None
-        if is_fused and runs_alone and not returns and not name.startswith(within):
+        if not is_fused or returns or name.startswith(within):
+            continue
+        if hasattr(module, "normed_again") or why_not_normed_again() is None:
             yield module
 
 
 @functools.cache
-def _why_not_normed_again() -> str | None:
+def why_not_normed_again() -> str | None:
     """Why the installed Transformer Engine's norms cannot run alone; None if they can."""
     try:
         from transformer_engine.pytorch.module import _common
