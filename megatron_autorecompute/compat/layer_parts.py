@@ -53,7 +53,7 @@ REASONS = {
 """Fields of a config under which no part runs once in a checkpoint, and why."""
 _CAPTURED_WITH = {
     "mlp": ("mlp",),
-    "mlp_act": ("mlp",),
+    "mlp_act": ("mlp", "moe", "moe_router"),
     "moe": ("moe", "moe_router", "moe_preprocess"),
     "experts": ("moe",),
 }
@@ -180,11 +180,18 @@ def projection(layer: Layer) -> Iterator[Place]:
     yield from _forwards(getattr(layer, "self_attention", None), "linear_proj")
 
 
-def first_linear(layer: Layer) -> Iterator[Place]:
-    """A dense MLP's first linear."""
+def plain_mlp(layer: Layer) -> torch.nn.Module | None:
+    """A layer's MLP, or its shared experts if they run in one piece; None if it has neither."""
     mlp = getattr(layer, "mlp", None)
-    if isinstance(mlp, MLP):
-        yield from _forwards(mlp, "linear_fc1")
+    if isinstance(mlp, MoELayer):
+        overlapped = _field(mlp.config, "moe_shared_expert_overlap")
+        mlp = None if overlapped else mlp.shared_experts
+    return mlp if isinstance(mlp, MLP) else None
+
+
+def first_linear(layer: Layer) -> Iterator[Place]:
+    """The first linear of a layer's MLP, or of its shared experts."""
+    yield from _forwards(plain_mlp(layer), "linear_fc1")
 
 
 def dispatch(layer: Layer) -> Iterator[Place]:
@@ -198,13 +205,15 @@ def dispatch(layer: Layer) -> Iterator[Place]:
 
 
 def scope(layer: Layer, module: str, modules: Sequence[str] = ()) -> Iterator[torch.nn.Module]:
-    """What the checkpoint of one of our modules contains; nothing if the layer lacks it. Of ln_out,
-    which has no checkpoint, the linears whose norm runs again beside all `modules`."""
+    """What the checkpoint of one of our modules contains; nothing if the layer lacks it, or where it
+    is inside others of `modules`. Of ln_out, which has no checkpoint, the linears whose norm runs
+    again."""
     mlp = getattr(layer, "mlp", None)
+    with_shared = isinstance(mlp, MoELayer) and {"moe", "shared_experts"}.intersection(modules)
     if module == "ln_out":
         yield from fused_norms(layer, modules)
-    elif module == "mlp_act" and any(first_linear(layer)):
-        yield layer.mlp
+    elif module == "mlp_act" and any(first_linear(layer)) and not with_shared:
+        yield cast(torch.nn.Module, plain_mlp(layer))
     elif module == "qkv" and any(core_attention(layer)) and any(projection(layer)):
         yield layer.self_attention
     elif module == "experts" and isinstance(mlp, MoELayer):
@@ -275,11 +284,14 @@ def kept_in(layer: Layer, module: str, modules: Sequence[str]) -> Iterator[Place
         yield from core_attention(layer)
 
 
-def last_in(layer: Layer, module: str) -> Iterator[Place]:
-    """What runs last inside a module's checkpoint."""
+def last_in(layer: Layer, module: str, modules: Sequence[str] = ()) -> Iterator[Place]:
+    """What runs last inside a module's checkpoint, beside all `modules`."""
     mlp = getattr(layer, "mlp", None)
-    if module in ("mlp", "mlp_act", "moe") and mlp is not None:
+    if module in ("mlp", "moe") and mlp is not None:
         yield from last_of_mlp(mlp)
+    elif module == "mlp_act":
+        for one in scope(layer, module, modules):
+            yield from last_of_mlp(one)
     elif module == "qkv":
         yield from projection(layer)
     elif module == "experts" and any(scope(layer, module)):
@@ -297,13 +309,17 @@ KEEPS: dict[str, Callable[[Layer], Iterator[Place]]] = {
 
 def worth_recomputing(layer: Layer) -> list[str]:
     """The modules of ours that a layer has and that are measured unasked. `qkv` is not: with it
-    plans were within 0.3% of those without. Nor is `ln_out` where only norms of latents are fused,
-    whose outputs are small."""
-    widths = {each.layer_norm_weight.numel() for each in fused_norms(layer)}
-    wide = layer.config.hidden_size in widths
-    found = [name for name in ("experts", "mlp_act") if any(scope(layer, name))]
+    plans were within 0.3% of those without. Nor are norms of latents and the activation of shared
+    experts that are narrower than the hidden states, whose outputs are small."""
+    config, wide = layer.config, {"experts"}
+    if config.hidden_size in {each.layer_norm_weight.numel() for each in fused_norms(layer)}:
+        wide.add("ln_out")
+    if isinstance(plain := plain_mlp(layer), MLP) and (
+        not isinstance(layer.mlp, MoELayer) or plain.config.ffn_hidden_size >= config.hidden_size
+    ):
+        wide.add("mlp_act")
     return sorted(
-        name for name in [*found, *["ln_out"] * wide] if why_none(layer.config, name) is None
+        name for name in wide if any(scope(layer, name)) and why_none(config, name) is None
     )
 
 

@@ -26,7 +26,7 @@ def skips_dead_work(layer: Layer, choice: LayerPolicy) -> bool:
     why_none = functools.partial(layer_parts.why_none, layer.config)
     full = choice.granularity == "full" and not model_layers.stack_size(layer)
     return (full and not why_none() and any(layer_parts.last_of_layer(layer))) or any(
-        any(layer_parts.last_in(one, module))
+        any(layer_parts.last_in(one, module, choice.modules))
         for one in model_layers.nested_layers(layer)
         for module in choice.modules
         if not why_none(module)
@@ -98,11 +98,11 @@ def _of_modules(layer: Layer, choice: LayerPolicy) -> Iterator[Part | Scope | No
         if module == "ln_out":
             yield from map(NormAgain, layer_parts.scope(layer, module, choice.modules))
             continue
-        scope = next(layer_parts.scope(layer, module), None)
+        scope = next(layer_parts.scope(layer, module, choice.modules), None)
         if scope is not None:
             yield Scope(scope)
             yield from _parts(layer, layer_parts.kept_in(layer, module, choice.modules), keeps=True)
-        yield from _parts(layer, layer_parts.last_in(layer, module))
+        yield from _parts(layer, layer_parts.last_in(layer, module, choice.modules))
     if "moe" in modules:
         for name in choice.keep:
             yield from _parts(layer, layer_parts.KEEPS[name](layer), keeps=True)

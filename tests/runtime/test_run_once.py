@@ -189,6 +189,23 @@ def test_the_end_of_shared_experts_is_dead_work_whatever_the_dispatcher(dispatch
         assert result.same_bits(reference), text
 
 
+def test_shared_experts_activation_is_rerun_by_mlp_act_once():
+    shared = {"moe_shared_expert_intermediate_size": 96}
+    model = model_of(kind="moe", dropout=0.0, **shared)
+    _, reference = step_of(model, "none")
+    for text, same in {
+        "selective[mlp_act+moe]": "selective[moe]",
+        "selective[mlp_act+shared_experts]": "selective[shared_experts]",
+        "selective[mlp_act]": "none",
+    }.items():
+        flops, result = step_of(model, text)
+        assert flops == step_of(model, same)[0], text
+        assert result.same_bits(reference), text
+    dense = model_of(dropout=0.0, ffn_hidden_size=96, **SWIGLU)
+    dropped = [held_bytes(each, "none") - held_bytes(each, text) for each in (model, dense)]
+    assert dropped[0] == dropped[1] > 0
+
+
 def test_a_gate_of_shared_experts_reads_their_end():
     shared = {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True}
     model = model_of(kind="moe", dropout=0.0, **shared)
@@ -1012,9 +1029,9 @@ def test_the_fused_operators_of_an_mlp_refuse_what_would_skip_a_part_of_them():
     ("captured", "beside"),
     [
         (["attn"], {"experts", "mlp_act", "moe+keep[dispatch]"}),
-        (["attn", "moe_router", "moe_preprocess"], {"experts", "mlp_act"}),
+        (["attn", "moe_router", "moe_preprocess"], {"experts"}),
         (["attn", "mlp"], {"experts", "moe+keep[dispatch]"}),
-        (["attn", "moe"], {"mlp_act"}),
+        (["attn", "moe"], set()),
         ([], set()),
     ],
 )
