@@ -30,7 +30,8 @@ RERUN_WITH = {
 _WORK = {
     "core_attn": ("core_attn",),
     "mlp": ("fc1", "mlp_act"),
-    "moe": ("router", "dispatch", "experts", "moe_act", "shared_experts"),
+    "moe": ("router", "dispatch", "experts", "moe_act", "shared_experts", "mlp_act"),
+    "shared_experts": ("shared_experts", "mlp_act"),
     "experts": ("experts", "moe_act"),
     "qkv": ("qkv", "mla_up_proj"),
 }

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
 )
 
+from megatron_autorecompute.compat import graph_fields
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.policy import OWN_MODULES
 
@@ -45,31 +46,53 @@ REASONS = {
     "enable_cuda_graph": "CUDA graphs fix what a recompute runs when they are captured",
     "external_cuda_graph": "CUDA graphs fix what a recompute runs when they are captured",
     "delay_wgrad_compute": "delay_wgrad_compute keeps inputs for later weight gradients",
+    "use_transformer_engine_op_fuser": (
+        "use_transformer_engine_op_fuser runs linears and activation as one operator"
+    ),
 }
 """Fields of a config under which no part runs once in a checkpoint, and why."""
-_UNCHANGED = "checkpoints_are_unchanged_because"
-_EXPERTS_UNCHANGED = "checkpoints_of_experts_are_unchanged_because"
+_CAPTURED_WITH = {
+    "mlp": ("mlp",),
+    "mlp_act": ("mlp", "moe", "moe_router"),
+    "moe": ("moe", "moe_router", "moe_preprocess"),
+    "experts": ("moe",),
+}
+"""The parts of a layer in whose CUDA graph a module's checkpoint would be, or which run through
+it in two pieces. Without them it runs beside the graphs."""
+_DISPATCHERS = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
+_ASKED = "fields_of_the_job"
 
 
-def note_unchanged(config: Any, asked: Mapping[str, Any]) -> None:
-    """Make a model whose own config lacks some fields have Megatron's own checkpoints where the
-    model of these fields has them."""
-    why = next((why for name, why in REASONS.items() if asked.get(name)), None)
-    if why is None and asked.get("cuda_graph_impl") not in (None, "none"):
-        why = REASONS["enable_cuda_graph"]
-    if why is not None:
-        setattr(config, _UNCHANGED, why)
-    if asked.get("moe_shared_expert_overlap") or asked.get("moe_token_dispatcher_type") == "flex":
-        setattr(config, _EXPERTS_UNCHANGED, "its dispatcher is another one here")
+def note_asked(config: Any, asked: Mapping[str, Any]) -> None:
+    """Make a model whose own config lacks some fields have the checkpoints of the model of these
+    fields."""
+    setattr(config, _ASKED, dict(asked))
 
 
-def why_none(config: Any) -> str | None:
-    """Why no part of such a model's layers can run once in a checkpoint; None if they can."""
-    if hasattr(config, _UNCHANGED):
-        return str(getattr(config, _UNCHANGED))
-    if getattr(config, "cuda_graph_impl", "none") not in (None, "none"):
-        return REASONS["enable_cuda_graph"]
-    return next((why for name, why in REASONS.items() if getattr(config, name, False)), None)
+def _field(config: Any, name: str) -> Any:
+    asked: dict[str, Any] = getattr(config, _ASKED, {})
+    return asked.get(name, getattr(config, name, None))
+
+
+def why_none(config: Any, module: str | None = None) -> str | None:
+    """Why no part of such a model's layers can run once in a checkpoint; None if they can.
+
+    module: whose checkpoint it is, which may be beside the CUDA graphs of a layer's parts; by
+    default the layer's.
+    """
+    why = next((why for name, why in REASONS.items() if _field(config, name)), None)
+    if why is None and _field(config, "cuda_graph_impl") not in (None, "none"):
+        return None if _is_beside_graphs(config, module) else REASONS["enable_cuda_graph"]
+    return why
+
+
+def _is_beside_graphs(config: Any, module: str | None) -> bool:
+    fields = ("cuda_graph_modules", "cuda_graph_scope")
+    names = next(filter(None, (graph_fields.names_of(_field(config, each)) for each in fields)), [])
+    of_parts = _field(config, "cuda_graph_impl") == "transformer_engine" and names
+    if not of_parts or module not in _CAPTURED_WITH:
+        return False
+    return not {"full", *_CAPTURED_WITH[module]}.intersection(names)
 
 
 def last_of_layer(layer: Layer) -> Iterator[Place]:
@@ -95,7 +118,9 @@ def last_of_mlp(mlp: torch.nn.Module) -> Iterator[Place]:
 
 
 def _last_of_moe(moe: Any) -> Iterator[Place]:
-    if why_not_experts(moe) is not None:
+    if not _field(moe.config, "moe_shared_expert_overlap"):
+        yield from _forwards(moe.shared_experts, "linear_fc2")
+    if why_not_dispatched_again(moe) is not None:
         return
     if getattr(moe.config, "moe_latent_size", None):
         yield from _forwards(moe, "fc2_latent_proj")
@@ -112,30 +137,27 @@ def last_of_experts(moe: Any) -> Iterator[Place]:
         yield from _forwards(expert, "linear_fc2")
 
 
-def why_not_experts(moe: Any) -> str | None:
-    """Why no part of a layer of experts can run once; None if they can."""
+def why_not_dispatched_again(moe: Any) -> str | None:
+    """Why no part of a layer of experts can run once if the recompute dispatches tokens again; None
+    if it can."""
     config = moe.config
-    if hasattr(config, _EXPERTS_UNCHANGED):
-        return str(getattr(config, _EXPERTS_UNCHANGED))
-    if type(moe.token_dispatcher) not in (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher):
-        return (
-            f"{config.moe_token_dispatcher_type} may arrange tokens otherwise when it dispatches "
-            "them again"
-        )
-    if config.moe_shared_expert_overlap:
+    kind = _field(config, "moe_token_dispatcher_type")
+    if kind == "flex" or type(moe.token_dispatcher) not in _DISPATCHERS:
+        return f"{kind} may arrange tokens otherwise when it dispatches them again"
+    if _field(config, "moe_shared_expert_overlap"):
         return "moe_shared_expert_overlap runs shared experts inside the dispatcher"
-    if getattr(config, "moe_router_force_load_balancing", False):
+    if _field(config, "moe_router_force_load_balancing"):
         return "moe_router_force_load_balancing routes tokens otherwise when it runs again"
     return None
 
 
 def why_not_part(layer: Layer, name: str) -> str | None:
-    """Why this part of a layer's experts cannot run once, or its norms twice; None for others."""
+    """Why an exchange of a layer's tokens cannot run once, or its norms twice; None for others."""
     if name == "ln_out":
         return why_not_normed_again()
     moe = getattr(layer, "mlp", None)
-    of_experts = name in ("dispatch", "experts") and isinstance(moe, MoELayer)
-    return why_not_experts(moe) if of_experts else None
+    is_exchange = name == "dispatch" and isinstance(moe, MoELayer)
+    return why_not_dispatched_again(moe) if is_exchange else None
 
 
 def core_attention(layer: Layer) -> Iterator[Place]:
@@ -158,17 +180,24 @@ def projection(layer: Layer) -> Iterator[Place]:
     yield from _forwards(getattr(layer, "self_attention", None), "linear_proj")
 
 
-def first_linear(layer: Layer) -> Iterator[Place]:
-    """A dense MLP's first linear."""
+def plain_mlp(layer: Layer) -> torch.nn.Module | None:
+    """A layer's MLP, or its shared experts if they run in one piece; None if it has neither."""
     mlp = getattr(layer, "mlp", None)
-    if isinstance(mlp, MLP):
-        yield from _forwards(mlp, "linear_fc1")
+    if isinstance(mlp, MoELayer):
+        overlapped = _field(mlp.config, "moe_shared_expert_overlap")
+        mlp = None if overlapped else mlp.shared_experts
+    return mlp if isinstance(mlp, MLP) else None
+
+
+def first_linear(layer: Layer) -> Iterator[Place]:
+    """The first linear of a layer's MLP, or of its shared experts."""
+    yield from _forwards(plain_mlp(layer), "linear_fc1")
 
 
 def dispatch(layer: Layer) -> Iterator[Place]:
     """The exchange that brings tokens to their experts."""
     moe = getattr(layer, "mlp", None)
-    if not isinstance(moe, MoELayer) or why_not_experts(moe) is not None:
+    if not isinstance(moe, MoELayer) or why_not_dispatched_again(moe) is not None:
         return
     alltoall = type(moe.token_dispatcher) is MoEAlltoAllTokenDispatcher
     besides = _synchronize if alltoall else _gather_routing
@@ -176,16 +205,18 @@ def dispatch(layer: Layer) -> Iterator[Place]:
 
 
 def scope(layer: Layer, module: str, modules: Sequence[str] = ()) -> Iterator[torch.nn.Module]:
-    """What the checkpoint of one of our modules contains; nothing if the layer lacks it. Of ln_out,
-    which has no checkpoint, the linears whose norm runs again beside all `modules`."""
+    """What the checkpoint of one of our modules contains; nothing if the layer lacks it, or where it
+    is inside others of `modules`. Of ln_out, which has no checkpoint, the linears whose norm runs
+    again."""
     mlp = getattr(layer, "mlp", None)
+    with_shared = isinstance(mlp, MoELayer) and {"moe", "shared_experts"}.intersection(modules)
     if module == "ln_out":
         yield from fused_norms(layer, modules)
-    elif module == "mlp_act" and any(first_linear(layer)):
-        yield layer.mlp
+    elif module == "mlp_act" and any(first_linear(layer)) and not with_shared:
+        yield cast(torch.nn.Module, plain_mlp(layer))
     elif module == "qkv" and any(core_attention(layer)) and any(projection(layer)):
         yield layer.self_attention
-    elif module == "experts" and isinstance(mlp, MoELayer) and why_not_experts(mlp) is None:
+    elif module == "experts" and isinstance(mlp, MoELayer):
         yield mlp.experts
 
 
@@ -253,11 +284,14 @@ def kept_in(layer: Layer, module: str, modules: Sequence[str]) -> Iterator[Place
         yield from core_attention(layer)
 
 
-def last_in(layer: Layer, module: str) -> Iterator[Place]:
-    """What runs last inside a module's checkpoint."""
+def last_in(layer: Layer, module: str, modules: Sequence[str] = ()) -> Iterator[Place]:
+    """What runs last inside a module's checkpoint, beside all `modules`."""
     mlp = getattr(layer, "mlp", None)
-    if module in ("mlp", "mlp_act", "moe") and mlp is not None:
+    if module in ("mlp", "moe") and mlp is not None:
         yield from last_of_mlp(mlp)
+    elif module == "mlp_act":
+        for one in scope(layer, module, modules):
+            yield from last_of_mlp(one)
     elif module == "qkv":
         yield from projection(layer)
     elif module == "experts" and any(scope(layer, module)):
@@ -275,13 +309,18 @@ KEEPS: dict[str, Callable[[Layer], Iterator[Place]]] = {
 
 def worth_recomputing(layer: Layer) -> list[str]:
     """The modules of ours that a layer has and that are measured unasked. `qkv` is not: with it
-    plans were within 0.3% of those without. Nor is `ln_out` where only norms of latents are fused,
-    whose outputs are small."""
-    if why_none(layer.config) is not None:
-        return []
-    found = [name for name in ("experts", "mlp_act") if any(scope(layer, name))]
-    widths = {each.layer_norm_weight.numel() for each in fused_norms(layer)}
-    return sorted([*found, *["ln_out"] * (layer.config.hidden_size in widths)])
+    plans were within 0.3% of those without. Nor are norms of latents and the activation of shared
+    experts that are narrower than the hidden states, whose outputs are small."""
+    config, wide = layer.config, {"experts"}
+    if config.hidden_size in {each.layer_norm_weight.numel() for each in fused_norms(layer)}:
+        wide.add("ln_out")
+    if isinstance(plain := plain_mlp(layer), MLP) and (
+        not isinstance(layer.mlp, MoELayer) or plain.config.ffn_hidden_size >= config.hidden_size
+    ):
+        wide.add("mlp_act")
+    return sorted(
+        name for name in wide if any(scope(layer, name)) and why_none(config, name) is None
+    )
 
 
 def worth_keeping(layer: Layer) -> list[str]:

@@ -111,11 +111,13 @@ def _check_own_rules(config: TransformerConfig, choice: LayerPolicy, where: str)
     own = [module for module in choice.modules if module in OWN_MODULES]
     inside = {m: outer for outer in choice.modules for m in RERUN_WITH.get(outer, ())}
     twice = [module for module in choice.modules if module in inside]
-    why_none = layer_parts.why_none(config)
-    why_not_ahead = why_none or pipeline_waits.why_not(config)
+    why_not_ahead = layer_parts.why_none(config) or pipeline_waits.why_not(config)
+    keeps_in = "moe" if "moe" in choice.modules else None
+    around = [*own, *[keeps_in for _ in choice.keep]]
+    why_none = next(filter(None, (layer_parts.why_none(config, one) for one in around)), None)
     rules = [
         (bool(choice.ahead and why_not_ahead), why_not_ahead),
-        (bool((own or choice.keep) and why_none), why_none),
+        (bool(why_none), why_none),
         (
             bool(twice and (own or twice[0] in OWN_MODULES)),
             f"{inside[twice[0]]} contains {twice[0]}, leave one of them out" if twice else "",

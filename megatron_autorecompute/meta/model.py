@@ -474,7 +474,7 @@ def build_chunk(
         spec = spec or layer_specs.with_modules(kernels.LAYERS)
         build = functools.partial(build_hybrid, pattern=str(pattern), spec=spec)
     model = build(config, pre, post, vp_stage, shape, **ends)
-    layer_parts.note_unchanged(config, job.config | {"fp8": job.precision != "bf16"})
+    layer_parts.note_asked(config, job.config | {"fp8": job.precision != "bf16"})
     if job.saves_original_inputs:
         layer_modules.note_quantised(config, model)
     if job.lora_rank:

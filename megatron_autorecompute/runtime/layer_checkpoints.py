@@ -21,13 +21,15 @@ from megatron_autorecompute.runtime.run_once import Part, ProductPart, Scope
 def skips_dead_work(layer: Layer, choice: LayerPolicy) -> bool:
     """Whether a choice, which keeps no part, reruns less in this layer than Megatron's own
     checkpoints."""
-    if choice.keep or not choice.has_dead_work or layer_parts.why_none(layer.config):
+    if choice.keep or not choice.has_dead_work:
         return False
+    why_none = functools.partial(layer_parts.why_none, layer.config)
     full = choice.granularity == "full" and not model_layers.stack_size(layer)
-    return (full and any(layer_parts.last_of_layer(layer))) or any(
-        any(layer_parts.last_in(one, module))
+    return (full and not why_none() and any(layer_parts.last_of_layer(layer))) or any(
+        any(layer_parts.last_in(one, module, choice.modules))
         for one in model_layers.nested_layers(layer)
         for module in choice.modules
+        if not why_none(module)
     )
 
 
@@ -40,10 +42,11 @@ def put(layer: Layer, choice: LayerPolicy, ends_checkpoint: bool) -> list[Part |
         ends_checkpoint: under full, the layer is the last one in its checkpoint, and nothing runs
             after it there.
     """
-    if choice.rerun_all or choice.offload or layer_parts.why_none(layer.config):
+    if choice.rerun_all or choice.offload:
         return []
     found: list[Part | Scope | NormAgain] = []
-    if choice.granularity == "full" and not choice.inner:
+    is_full = choice.granularity == "full" and not choice.inner
+    if is_full and not layer_parts.why_none(layer.config):
         for name in choice.keep:
             found += _parts(layer, layer_parts.KEEPS[name](layer), keeps=True)
         if ends_checkpoint:
@@ -89,16 +92,18 @@ def idle_in(layer: Layer, choice: LayerPolicy, index: int) -> Iterator[str]:
 
 
 def _of_modules(layer: Layer, choice: LayerPolicy) -> Iterator[Part | Scope | NormAgain]:
-    for module in choice.modules:
+    why_none = functools.partial(layer_parts.why_none, layer.config)
+    modules = [module for module in choice.modules if not why_none(module)]
+    for module in modules:
         if module == "ln_out":
             yield from map(NormAgain, layer_parts.scope(layer, module, choice.modules))
             continue
-        scope = next(layer_parts.scope(layer, module), None)
+        scope = next(layer_parts.scope(layer, module, choice.modules), None)
         if scope is not None:
             yield Scope(scope)
             yield from _parts(layer, layer_parts.kept_in(layer, module, choice.modules), keeps=True)
-        yield from _parts(layer, layer_parts.last_in(layer, module))
-    if "moe" in choice.modules:
+        yield from _parts(layer, layer_parts.last_in(layer, module, choice.modules))
+    if "moe" in modules:
         for name in choice.keep:
             yield from _parts(layer, layer_parts.KEEPS[name](layer), keeps=True)
 

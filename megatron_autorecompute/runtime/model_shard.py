@@ -23,7 +23,7 @@ from megatron_autorecompute.compat import (
 )
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import FULL, NONE, OWN_MODULES, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Model
 from megatron_autorecompute.runtime import ranks
 from megatron_autorecompute.runtime.probe import Place
@@ -102,9 +102,9 @@ def choices(
     """A layer's choices: none, full, and every set of modules that it has and Megatron allows; of a
     depth with a stack of its own also checkpoints inside it.
 
-    Three sorts of sets are left out: those with a module that lies inside another one of the set
-    (`moe` contains its experts' activation); where a layer has norms of both sorts, those that
-    rerun the fused ones alone; and beyond `most` choices the largest sets.
+    Three sorts of sets are left out: those with a module that lies inside others of the set (`moe`
+    contains its experts' activation); where a layer has norms of both sorts, those that rerun the
+    fused ones alone; and beyond `most` choices the largest sets.
 
     Args:
         layer: a built layer of a Megatron model.
@@ -118,18 +118,14 @@ def choices(
         for size in range(1, len(modules) + 1)
         for combination in itertools.combinations(modules, size)
         if not any(set(combination) & set(RERUN_WITH.get(name, ())) for name in combination)
-        and ("ln_out" not in combination or _norms(layer, modules, combination))
+        and all(
+            any(layer_parts.scope(layer, m, combination)) for m in combination if m in OWN_MODULES
+        )
+        and not ("ln_out" in combination and "layernorm" in {*modules}.difference(combination))
     )
     selective = itertools.chain.from_iterable(_with_kept(s, parts) for s in sets)
     full = _checkpoints(layer, parts) if rules.is_allowed(layer.config, FULL) else []
     return (NONE, *full, *itertools.islice(selective, most - 1 - len(full)))
-
-
-def _norms(layer: torch.nn.Module, modules: Sequence[str], chosen: Sequence[str]) -> bool:
-    """Whether a set with `ln_out` is worth a measurement: some fused norm is not in another module
-    of it, and the layer's other norms run again, too."""
-    alone = "layernorm" in modules and "layernorm" not in chosen
-    return not alone and any(layer_parts.fused_norms(layer, chosen))
 
 
 def _checkpoints(layer: torch.nn.Module, parts: Sequence[str]) -> list[LayerPolicy]:

@@ -133,6 +133,22 @@ def test_experts_beside_the_graphs_of_their_router_hold_what_they_did():
     assert -0.02 * without.held_bytes < more < 2 * HIDDEN_BYTES
 
 
+def test_the_experts_checkpoint_is_beside_the_graphs_and_drops_what_it_drops_elsewhere():
+    parts = "attn", "moe_router", "moe_preprocess"
+    for asked in (job(MOE), graphs("transformer_engine", *parts, **MOE)):
+        kind = profile_job(asked, H100, only=["experts"]).kinds[1]
+        none, again = (
+            kind.record(LayerPolicy()),
+            kind.record(LayerPolicy.parse("selective[experts]")),
+        )
+        dropped = none.held_bytes - again.held_bytes
+        assert again.graph == none.graph
+        rows = MOE["moe_router_topk"] * SEQUENCE
+        product_and_halves = 2 * rows * 3 * MOE["moe_ffn_hidden_size"]
+        counts = 8 * MOE["num_moe_experts"]  # tokens of each expert, which a checkpoint may keep
+        assert product_and_halves - counts <= dropped <= product_and_halves
+
+
 @pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(2, 1, 6), (4, 1, 8), (2, 2, 8)])
 def test_the_pool_of_a_stage_is_that_of_megatrons_order_of_captures(
     monkeypatch, stages, chunks, microbatches

@@ -44,6 +44,16 @@ def test_a_rank_makes_no_copies_of_the_tokens_that_it_sends():
 
 
 @pytest.mark.any_version
+@pytest.mark.parametrize("fields", [{}, {"moe_flex_dispatcher_backend": "deepep"}])
+def test_the_experts_can_be_rerun_and_no_exchange_kept(fields):
+    flex = {**EXPERTS, "moe_token_dispatcher_type": "flex", **fields}
+    asked = job(flex, num_gpus=4, global_batch_size=16)
+    (kind,) = profile_job(asked, H100, only=["experts"]).kinds
+    choices = {record.choice for record in kind.choices} | kind.inert.keys()
+    assert choices == {"none", "selective[experts]", "full"}  # no full+keep[dispatch]
+
+
+@pytest.mark.any_version
 def test_room_that_no_token_takes_costs_bytes_and_no_time():
     records = [
         {r.choice: r for r in p.kinds[0].choices}["none"]

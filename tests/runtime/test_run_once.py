@@ -12,11 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from megatron_autorecompute.compat import checkpoints
+from megatron_autorecompute.compat.rules import check_allowed
 from megatron_autorecompute.errors import ApplyError, PolicyError
+from megatron_autorecompute.policy import RecomputePolicy
 from testing.ranks import run_ranks
 from tests.fused_attention import FlashLikeAttention
 from tests.gloo import collectives_on_copies
@@ -149,6 +152,72 @@ def test_each_choice_of_experts_reruns_exactly_the_products_and_exchanges_that_i
         forward_and_backward = 2 * (TO_EXPERTS + BACK)
         assert {*exchanged} == {LAYERS * (forward_and_backward + exchanges)}, text
         assert all(same_bits), text
+
+
+class AnotherDispatcher(MoEAlltoAllTokenDispatcher):
+    """Stands for one that arranges tokens otherwise when it dispatches them again."""
+
+
+@pytest.mark.parametrize("fields", [{}, {"moe_router_force_load_balancing": True}])
+def test_the_experts_alone_are_rerun_whatever_the_router_and_dispatcher_do(fields):
+    model = model_of(kind="moe", dropout=0.0, **fields)
+    for layer in model.decoder.layers:
+        layer.mlp.token_dispatcher.__class__ = AnotherDispatcher
+    cost = products(EXPERT_FFN * TOPK, gated=True)
+    torch.manual_seed(5)  # random routing
+    plain, reference = step_of(model, "none")
+    torch.manual_seed(5)
+    flops, result = step_of(model, "selective[experts]")
+    assert flops - plain == LAYERS * cost["fc1"]
+    assert result.same_bits(reference)
+
+
+@pytest.mark.parametrize("dispatcher", [MoEAlltoAllTokenDispatcher, AnotherDispatcher])
+def test_the_end_of_shared_experts_is_dead_work_whatever_the_dispatcher(dispatcher):
+    shared = 96
+    model = model_of(kind="moe", dropout=0.0, moe_shared_expert_intermediate_size=shared)
+    for layer in model.decoder.layers:
+        layer.mlp.token_dispatcher.__class__ = dispatcher
+    cost = products(EXPERT_FFN * TOPK, gated=True)
+    ends = products(shared, gated=True)["fc2"]
+    ends += cost["fc2"] if dispatcher is MoEAlltoAllTokenDispatcher else 0
+    _, reference = step_of(model, "none")
+    for text in ("full", "selective[moe]"):
+        whole, _ = step_of(model, f"{text}+all")
+        ours, result = step_of(model, text)
+        assert whole - ours == LAYERS * ends, text
+        assert result.same_bits(reference), text
+
+
+def test_shared_experts_activation_is_rerun_by_mlp_act_once():
+    shared = {"moe_shared_expert_intermediate_size": 96}
+    model = model_of(kind="moe", dropout=0.0, **shared)
+    _, reference = step_of(model, "none")
+    for text, same in {
+        "selective[mlp_act+moe]": "selective[moe]",
+        "selective[mlp_act+shared_experts]": "selective[shared_experts]",
+        "selective[mlp_act]": "none",
+    }.items():
+        flops, result = step_of(model, text)
+        assert flops == step_of(model, same)[0], text
+        assert result.same_bits(reference), text
+    dense = model_of(dropout=0.0, ffn_hidden_size=96, **SWIGLU)
+    dropped = [held_bytes(each, "none") - held_bytes(each, text) for each in (model, dense)]
+    assert dropped[0] == dropped[1] > 0
+
+
+def test_a_gate_of_shared_experts_reads_their_end():
+    shared = {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True}
+    model = model_of(kind="moe", dropout=0.0, **shared)
+    cost = products(EXPERT_FFN * TOPK, gated=True)
+    _, reference = step_of(model, "none")
+    whole, _ = step_of(model, "full+all")
+    with applied("full", model):
+        assert one_step([model], num_microbatches=1).same_bits(reference)  # learns what is read
+        with Flops() as flops:
+            result = one_step([model], num_microbatches=1)
+    assert whole - flops.total == LAYERS * cost["fc2"]
+    assert result.same_bits(reference)
 
 
 def steps_of_experts():
@@ -926,11 +995,6 @@ def test_what_others_have_put_around_ours_stays():
             r"selective\[mlp\+mlp_act\] on layer 2 .*: mlp contains mlp_act, leave one of them out",
         ),
         (
-            "none*1,selective[experts]*3",
-            {"kind": "moe", "moe_router_force_load_balancing": True},
-            r"^experts of selective\[experts\] on layer 1: \w+ [^.]+\.$",
-        ),
-        (
             "full+keep[dispatch]",
             {"kind": "moe", "moe_router_force_load_balancing": True},
             r"dispatch of full\+keep\[dispatch\] on layer 0: moe_router_force_load_balancing",
@@ -951,6 +1015,43 @@ def test_a_config_refuses_a_kept_part_in_one_sentence_with_layer_and_reason():
     )
     with pytest.raises(PolicyError, match=f"^{re.escape(said)}$"):
         applied("none*1,full+keep[core_attn]*3", model)
+
+
+def test_the_fused_operators_of_an_mlp_refuse_what_would_skip_a_part_of_them():
+    config = tiny_config()
+    config.use_transformer_engine_op_fuser = True
+    for text in ("selective[mlp_act]", "selective[qkv]", "full+keep[core_attn]"):
+        with pytest.raises(PolicyError, match="runs linears and activation as one operator"):
+            check_allowed(config, RecomputePolicy.parse(text, num_layers=LAYERS))
+
+
+@pytest.mark.parametrize(
+    ("captured", "beside"),
+    [
+        (["attn"], {"experts", "mlp_act", "moe+keep[dispatch]"}),
+        (["attn", "moe_router", "moe_preprocess"], {"experts"}),
+        (["attn", "mlp"], {"experts", "moe+keep[dispatch]"}),
+        (["attn", "moe"], set()),
+        ([], set()),
+    ],
+)
+def test_checkpoints_of_ours_stay_outside_of_what_cuda_graphs_capture(captured, beside):
+    config = tiny_config("moe")
+    config.cuda_graph_impl = "transformer_engine"
+    config.cuda_graph_scope = config.cuda_graph_modules = captured
+    choices = {
+        "experts": "selective[experts]",
+        "mlp_act": "selective[mlp_act]",
+        "moe+keep[dispatch]": "selective[moe]+keep[dispatch]",
+        "qkv": "selective[qkv]",
+        "ln_out": "selective[ln_out]",
+        "full": "full+keep[core_attn]",
+    }
+    for name, text in choices.items():
+        policy = RecomputePolicy.parse(text, num_layers=LAYERS)
+        refused = pytest.raises(PolicyError, match="CUDA graphs fix what a recompute runs")
+        with contextlib.nullcontext() if name in beside else refused:
+            check_allowed(config, policy)
 
 
 def test_a_kept_part_that_layers_lack_is_said_once(caplog):
