@@ -39,7 +39,13 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.errors import MachineError
-from megatron_autorecompute.meta.ops import generator_states
+from megatron_autorecompute.meta.ops import (
+    Gradients,
+    Ran,
+    Saved,
+    generator_states,
+    kernel_with_backward,
+)
 from megatron_autorecompute.patched import patched, unchanged_environ
 from megatron_autorecompute.runtime.live_bytes import count_once
 
@@ -476,19 +482,6 @@ def _moe(device: torch.device) -> Iterator[Patch]:
         yield module, "maybe_move_tensor_to_cpu", move
 
 
-class _MaskedSelect(torch.autograd.Function):
-    """masked_select of a known count on meta tensors; saves what the real one saves."""
-
-    @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
-        ctx.save_for_backward(source, mask)
-        return source.new_empty(count)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return torch.zeros_like(ctx.saved_tensors[0]), None, None
-
-
 def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
     """Symptom: "Tensor on device cpu is not on the expected device meta!" in a second run.
 
@@ -557,8 +550,15 @@ def _even_map(config: Any, like: torch.Tensor) -> torch.Tensor:
 
 
 def _select(count: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-    """`masked_select` that finds `count`."""
-    return lambda source, mask: _MaskedSelect.apply(source, mask, count)
+    """`masked_select` of meta tensors that finds `count`; saves what the real one saves."""
+
+    def run(source: torch.Tensor, mask: torch.Tensor) -> Ran:
+        return source.new_empty(count), (source, mask), backward
+
+    def backward(saved: Saved, _: torch.Tensor) -> Gradients:
+        return torch.zeros_like(saved[0]), None
+
+    return lambda source, mask: kernel_with_backward(run, source, mask)
 
 
 def _mla(device: torch.device) -> Iterator[Patch]:
