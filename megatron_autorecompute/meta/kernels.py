@@ -22,6 +22,8 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron_autorecompute.compat import layer_specs, model_layers, versions
 from megatron_autorecompute.meta import attention, expert_rows, mixers, ops
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.patched import patched
 
 
@@ -44,36 +46,17 @@ PRECISIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of the stand-ins that are not in Megatron's config."""
-
-    precision: str = "bf16"
-    """A key of PRECISIONS, for the linear layers inside transformer layers."""
-    userbuffers: bool = False
-    """tp_comm_overlap."""
-    linear_gradients: bool = False
-    """Whether the backward of a linear layer makes a tensor of its weight's shape, which its
-    parameter's hook frees: without gradient accumulation fusion the gradient, and with it the dummy
-    of Transformer Engine's versions that do not keep it (`kept_bytes`)."""
-    grouped_gradients: bool = False
-    """Whether the backward of experts' products makes a tensor of their weights' shape."""
-    fuses_gradients: bool = True
-    """Products add weight gradients to main_grad themselves; else the hooks of
-    DistributedDataParallel do."""
-    routers_of_te: bool = True
-    """Whether routers call Transformer Engine's `general_gemm`, as they do if it has one."""
-    softmax_in_place: bool = True
-    """Whether the backward of unfused attention's softmax overwrites the gradient that it gets."""
-    weight_copy_bytes: float = 0
-    """Bytes per element of a quantised copy of the weight that every microbatch makes and saves."""
-    compiles: bool = True
-    """Whether functions that Megatron has torch compile are one kernel; else they run as is."""
-    rows: expert_rows.Rows = expert_rows.EVEN
-    """The rows of experts where HybridEP exchanges tokens."""
-
-
-_settings = Settings()
+ANY = Job(
+    name="any",
+    config={"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1},
+    num_gpus=1,
+    seq_length=1,
+    global_batch_size=1,
+    vocab_size=1,
+)
+"""A job that says nothing."""
+_job = ANY
+"""The job whose stand-ins are in place."""
 
 
 # ------------------------------------------------------------------------------------- functions
@@ -144,11 +127,13 @@ class _Linear(torch.autograd.Function):
         ctx.split, ctx.precision, ctx.normed = split, precision, norm_weight is not None
         ctx.shares, ctx.restored = shares, _as_it_is
         grouped = weight.dim() == 3
-        ctx.makes = _settings.grouped_gradients if grouped else _settings.linear_gradients
+        # Its parameter's hook frees it: without gradient accumulation fusion the gradient, and with
+        # it the dummy of Transformer Engine's versions that do not keep it (`kept_bytes`).
+        ctx.makes = not _job.keeps_dummies("grouped" if grouped else "linear")
         kept: list[torch.Tensor] = [weight]
-        ctx.copies = _settings.weight_copy_bytes > 0
+        ctx.copies = _job.copies_weights
         if ctx.copies:
-            kept.append(ops.quantize(weight, _settings.weight_copy_bytes))
+            kept.append(ops.quantize(weight, 2 * COPY_BYTES[_job.precision]))
         normed = x
         if norm_weight is not None:
             normed, *statistics = _normed(x, norm_weight, norm_bias)
@@ -195,7 +180,7 @@ class _Linear(torch.autograd.Function):
             saved = ctx.restored(kept[-1])
             total = _gathered(saved, split.group, beside=True) if split.gathers else saved
             ops.gemm_weight_gradient(gradient, total, weight, precision.name)
-            weight.grad_added_to_main_grad = _settings.fuses_gradients
+            weight.grad_added_to_main_grad = _job.fuses_weight_gradients
             del total, saved
         if ctx.shares == "own":  # Transformer Engine adds no gradient of a gathered one
             dx = dx + of_norm
@@ -306,7 +291,7 @@ def _stashed(saved: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor]
     it is copied to, and a tensor of the whole room, to which they are copied back. Copies run
     beside the layers, and take no time here. megatron-core transformer/moe/paged_stash.py; what TE
     marks for it are the tensors saved here (pytorch/utils.py `mark_grouped_tensor`)."""
-    share = _settings.rows.stashed
+    share = expert_rows.rows(_job).stashed
     if share is None:
         return saved, _as_it_is
     shape, dtype = saved.shape, saved.dtype
@@ -399,7 +384,7 @@ class _LinearModule(torch.nn.Module):
             reduces_output=split and not sequence and parallel == "row",
             reduces_gradient=split and not sequence and parallel == "column",
         )
-        self.precision, self.userbuffers = PRECISIONS[_settings.precision], _settings.userbuffers
+        self.precision, self.userbuffers = PRECISIONS[_job.precision], _job.resolved.tp_comm_overlap
         self._parameters_of(config, (experts,) * (experts > 0), input_size, output_size, bias)
         self.skip_bias_add, self.te_return_bias = skip_bias_add, skip_bias_add and bias
         if is_expert:
@@ -564,7 +549,7 @@ class Attention(torch.nn.Module):
             query, key, value = (part.clone() for part in (query, key, value))
         if self.dropout is not None:
             padded = attn_mask_type is not None and "padding" in attn_mask_type.name
-            in_place = _settings.softmax_in_place
+            in_place = not _job.has_te(2, 19)
             out = attention.attend_with_scores(
                 query, key, value, self.dropout, padded, in_place=in_place
             )
@@ -782,9 +767,9 @@ def _replacements() -> Replacements:
             "ScaledSoftmax": attention.SOFTMAX,
         },
         "transformer.moe.router": {"sinkhorn": _sinkhorn},
-        "transformer.moe.token_dispatcher": expert_rows.hybrid_ep(_settings.rows),
+        "transformer.moe.token_dispatcher": expert_rows.hybrid_ep(expert_rows.rows(_job)),
         utils: {
-            "te_general_gemm": _general_gemm if _settings.routers_of_te else None,
+            "te_general_gemm": _general_gemm if _job.routers_of_te else None,
             **{name: made for name, made in permutation if hasattr(_module(utils), name)},
         },
         _LANGUAGE: {"te_parallel_cross_entropy": _cross_entropy},
@@ -792,7 +777,7 @@ def _replacements() -> Replacements:
             "fused_weight_gradient_mlp_cuda": weight_gradient,
             "_grad_accum_fusion_available": True,
         },
-        **(_compiled() if _settings.compiles else {}),
+        **(_compiled() if _job.torch_compile else {}),
         **(_of_hybrids() if model_layers.pattern_types() else {}),
     }
 
@@ -805,16 +790,16 @@ def _of_classes() -> Iterator[tuple[Any, str, Any]]:
     yield softmax, "get_batch_per_block", staticmethod(lambda *_: 1)
     # It would set variables of the environment, for Transformer Engine.
     yield _module(_LANGUAGE).LanguageModule, "_set_attention_backend", lambda _: None
-    if _settings.precision != "bf16":
+    if _job.precision != "bf16":
         nodes = versions.schedule_nodes()
         yield nodes, "should_free_input", _frees_quantised(nodes.should_free_input)
 
 
 @contextlib.contextmanager
-def stand_ins(settings: Settings) -> Iterator[None]:
-    """In this block Megatron's layer specs "with Transformer Engine" build stand-ins."""
-    global _settings
-    before, _settings = _settings, settings
+def stand_ins(job: Job) -> Iterator[None]:
+    """In this block Megatron's layer specs "with Transformer Engine" build a job's stand-ins."""
+    global _job
+    before, _job = _job, job
     try:
         with contextlib.ExitStack() as undo:
             for module, names in _replacements().items():
@@ -824,4 +809,4 @@ def stand_ins(settings: Settings) -> Iterator[None]:
                 undo.enter_context(patched(owner, name, stand_in))
             yield
     finally:
-        _settings = before
+        _job = before

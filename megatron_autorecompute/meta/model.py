@@ -31,7 +31,7 @@ from megatron_autorecompute.compat import (
     stage_layout,
 )
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
-from megatron_autorecompute.meta import expert_rows, kernels, without_cuda
+from megatron_autorecompute.meta import kernels, without_cuda
 from megatron_autorecompute.meta.adapters import add_adapters, has_adapters
 from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
 from megatron_autorecompute.meta.job import Job
@@ -46,7 +46,6 @@ from megatron_autorecompute.meta.meta_step import (
     meta_config,
     trace_step,
 )
-from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.options import nearest
 from megatron_autorecompute.patched import patched_environ
@@ -249,18 +248,6 @@ def counted(
 @contextlib.contextmanager
 def meta_megatron(job: Job) -> Iterator[None]:
     """In this block Megatron runs on meta tensors, with the stand-ins that the job needs."""
-    settings = kernels.Settings(
-        precision=job.precision,
-        userbuffers=job.resolved.tp_comm_overlap,
-        linear_gradients=not job.keeps_dummies("linear"),
-        grouped_gradients=not job.keeps_dummies("grouped"),
-        fuses_gradients=job.fuses_weight_gradients,
-        routers_of_te=job.routers_of_te,
-        softmax_in_place=not job.has_te(2, 19),
-        weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
-        compiles=job.torch_compile,
-        rows=expert_rows.rows(job),
-    )
     # Without them Megatron warns, under sequence parallelism and (0.19) where it reads a layout's
     # text; nothing runs on a device or beside other ranks here.
     rank = os.environ.get("RANK", "0")
@@ -268,7 +255,7 @@ def meta_megatron(job: Job) -> Iterator[None]:
     with (
         without_cuda.activate(meta=True),
         deterministic(job.resolved.deterministic_mode),
-        kernels.stand_ins(settings),
+        kernels.stand_ins(job),
         quiet,
         refusals(job),
     ):
