@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_autorecompute.compat import layer_specs, model_layers, versions
 from megatron_autorecompute.meta import attention, expert_rows, mixers, ops
@@ -572,13 +573,8 @@ def comm_type(name: str | None) -> str:
 
 def _window(config: Any, layer_number: int) -> int:
     """Number of keys that each query sees, 0 for all; `window_attn_skip_freq` picks the layers."""
-    window = getattr(config, "window_size", None)
-    skip = getattr(config, "window_attn_skip_freq", None)
-    if window is None or (isinstance(skip, int) and layer_number % skip == 0):
-        return 0
-    if isinstance(skip, list) and not skip[layer_number - 1]:
-        return 0
-    return int(window[0]) + 1
+    window, skip = config.window_size, config.window_attn_skip_freq
+    return int(window[0]) + 1 if is_layer_window_attention(window, skip, layer_number) else 0
 
 
 def _tensor_group(is_expert: bool) -> Any:

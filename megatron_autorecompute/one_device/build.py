@@ -107,7 +107,7 @@ def shard(job: Job, device: torch.device) -> Iterator[Shard]:
     Raises OptionError for a config that Megatron refuses.
     """
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    with quiet, megatron_on(device), even_routing(), refusals(job):
+    with quiet, megatron_on(device), even_routing(), refusals(job.name):
         config, kind_of = shard_config(job, [1] * len(job_kinds(job)), left_out(job))
         set_for_the_device(config, job)
         shape = step_shape(job, 1)
