@@ -22,6 +22,7 @@ import torch
 
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import PRECISIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Rows:
     capacity: float | None = None
     """`moe_expert_rank_capacity_factor`: the room of tensors, as a multiple of the even share."""
     multiple: int = 1
-    """Rows of an expert are padded to it (moe_utils.py `get_align_size_for_quantization`)."""
+    """Rows of an expert are padded to it."""
     stashed: float | None = None
     """Pages of `moe_paged_stash` for each row of the room: its factor for the even share, divided
     by the capacity."""
@@ -64,7 +65,7 @@ def rows(job: Job) -> Rows:
     capacity, stashed = config.moe_expert_rank_capacity_factor, None
     if capacity and config.moe_paged_stash:
         stashed = abs(config.moe_paged_stash_buffer_size_factor_cuda) / capacity
-    multiple = {"bf16": 1, "mxfp8": 32, "nvfp4": 64}.get(job.precision, 16)
+    multiple = PRECISIONS[job.precision].rows
     if config.use_transformer_engine_op_fuser or config.moe_use_grouped_tensor:
         multiple = 256
     copies = config.moe_router_topk * job.expert_tensor_parallel

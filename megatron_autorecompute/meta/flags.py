@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
-from megatron_autorecompute.meta.job_config import FIELDS, refuse_unmodelled
+from megatron_autorecompute.meta.job_config import FIELDS, OF_RECIPES, refuse_unmodelled
 from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.patched import patched, patched_environ
 from megatron_autorecompute.planner.cost.hybrid_pattern import check_flags
@@ -45,7 +45,6 @@ _DTYPE_NAMES = {
     "torch.float16": "fp16",
     "torch.uint8": "fp8",
 }
-_PRECISION_OF_RECIPE = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}
 
 
 def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
@@ -108,7 +107,7 @@ def settings_of(named: str, optimizer: Any, *others: Any, precision: Any) -> dic
     for name in _DTYPES_OF_STATES:
         found[name] = _DTYPE_NAMES[str(getattr(optimizer, name))]
     if getattr(precision, "fp8", None):
-        found["precision"] = _PRECISION_OF_RECIPE.get(str(precision.fp8_recipe), "fp8")
+        found["precision"] = OF_RECIPES.get(str(precision.fp8_recipe), "fp8")
         found["fp8_param_gather"] = bool(precision.fp8_param_gather)
     if getattr(precision, "fp4", None):
         found["precision"] = "nvfp4"

@@ -24,28 +24,8 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from megatron_autorecompute.compat import layer_specs, model_layers, versions
 from megatron_autorecompute.meta import attention, expert_rows, mixers, ops
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.static_bytes import COPY_BYTES
+from megatron_autorecompute.meta.job_config import PRECISIONS, Precision
 from megatron_autorecompute.patched import patched
-
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """How a linear layer multiplies and what it keeps of its input."""
-
-    name: str
-    """Key of the peak rates in devices.json."""
-    saved_element_bytes: float
-    """Bytes kept for each element of an input that a weight gradient needs."""
-
-
-PRECISIONS = {
-    "bf16": Precision("bf16", 2),
-    "fp8": Precision("fp8", 1),  # TE Float8Tensor: one byte, one scale for the tensor
-    "fp8_block": Precision("fp8", 1 + 4 / 128),  # Float8BlockwiseQTensor: fp32 scale for 128
-    "mxfp8": Precision("fp8", 1 + 1 / 32),  # MXFP8Tensor: one-byte scale for 32 elements
-    "nvfp4": Precision("fp4", 0.5 + 1 / 16),  # NVFP4Tensor: one-byte scale for 16 elements
-}
-
 
 ANY = Job(
     name="any",
@@ -134,7 +114,7 @@ class _Linear(torch.autograd.Function):
         kept: list[torch.Tensor] = [weight]
         ctx.copies = _job.copies_weights
         if ctx.copies:
-            kept.append(ops.quantize(weight, 2 * COPY_BYTES[_job.precision]))
+            kept.append(ops.quantize(weight, 2 * PRECISIONS[_job.precision].copy_bytes))
         normed = x
         if norm_weight is not None:
             normed, *statistics = _normed(x, norm_weight, norm_bias)
@@ -334,8 +314,8 @@ class Norm(torch.nn.Module):
         return _normalised(x, self.weight, self.bias)
 
 
-class _LinearModule(torch.nn.Module):
-    """A linear layer with weight [out, in] of this rank.
+class LinearModule(torch.nn.Module):
+    """A linear layer of Transformer Engine, with weight [out, in] of this rank.
 
     Args:
         input_size, output_size: the sizes of the whole layer.
@@ -444,30 +424,30 @@ class _LinearModule(torch.nn.Module):
         """Weight gradients are never delayed here."""
 
 
-class Linear(_LinearModule):
+class Linear(LinearModule):
     """Stands for TELinear."""
 
 
-class ColumnLinear(_LinearModule):
+class ColumnLinear(LinearModule):
     """Stands for TEColumnParallelLinear."""
 
     parallel = "column"
 
 
-class NormColumnLinear(_LinearModule):
+class NormColumnLinear(LinearModule):
     """Stands for TELayerNormColumnParallelLinear."""
 
     parallel = "column"
     normed = True
 
 
-class RowLinear(_LinearModule):
+class RowLinear(LinearModule):
     """Stands for TERowParallelLinear."""
 
     parallel = "row"
 
 
-class _GroupedLinear(_LinearModule):
+class GroupedLinear(LinearModule):
     """Experts of one rank: weight [experts, out, in]. TE pytorch/module/grouped_linear.py."""
 
     def __init__(self, num_gemms: int, *sizes: int, pg_collection: Any = None, **more: Any) -> None:
@@ -489,23 +469,16 @@ class _GroupedLinear(_LinearModule):
         return y, list(self.bias)
 
 
-class GroupedColumnLinear(_GroupedLinear):
+class GroupedColumnLinear(GroupedLinear):
     """Stands for TEColumnParallelGroupedLinear."""
 
     parallel = "column"
 
 
-class GroupedRowLinear(_GroupedLinear):
+class GroupedRowLinear(GroupedLinear):
     """Stands for TERowParallelGroupedLinear."""
 
     parallel = "row"
-
-
-LINEAR_TYPES = (
-    *(Linear, ColumnLinear, NormColumnLinear, RowLinear),
-    *(GroupedColumnLinear, GroupedRowLinear),
-)
-"""Every linear layer of Transformer Engine that has a stand-in."""
 
 
 class Attention(torch.nn.Module):

@@ -310,11 +310,10 @@ def build_hybrid(
     *,
     pattern: str,
     spec: Any,
-    position_embedding_type: str = "none",
-    rotary_percent: float = 1.0,
-    share_embeddings_and_output_weights: bool = False,
+    **ends: Any,
 ) -> torch.nn.Module:
-    """A chunk of a HybridModel, with layers of a `hybrid_stack_spec`."""
+    """A chunk of a HybridModel, with layers of a `hybrid_stack_spec`, and its ends as HybridModel
+    takes them."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     return HybridModel(
@@ -325,10 +324,8 @@ def build_hybrid(
         hybrid_layer_pattern=pattern,
         pre_process=pre_process,
         post_process=post_process,
-        position_embedding_type=position_embedding_type,
-        rotary_percent=rotary_percent,
-        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
         vp_stage=vp_stage,
+        **ends,
     )
 
 

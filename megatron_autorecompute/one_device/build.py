@@ -17,6 +17,7 @@ from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.fake_ranks import fake_ranks
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import PRECISIONS
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
     Shard,
@@ -32,13 +33,6 @@ from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES
 
 SEED = 1234
-PRECISIONS = {
-    "fp8": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
-    "fp8_block": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
-    "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
-}
-"""Megatron's fields for a job's precision. Fields of the job's config replace them."""
 RUN_HERE = ("fp8", "fp4", "fp8_recipe", "moe_permute_fusion", "moe_router_fusion")
 """Fields of the model on a device that the model on meta tensors is built without."""
 
@@ -119,8 +113,8 @@ def shard(job: Job, device: torch.device) -> Iterator[Shard]:
 
 def set_for_the_device(config: Any, job: Job) -> None:
     """Give a config for meta tensors what a device has and they lack."""
-    for name, value in _precision(job).items():
-        setattr(config, name, value)
+    for name, value in PRECISIONS[job.precision].fields.items():
+        setattr(config, name, job.config.get(name) or value)
     config.perform_initialization = True
     config.gradient_accumulation_fusion = adds_in_the_product(job)
     config.masked_softmax_fusion &= has_fused_softmax()
@@ -166,11 +160,6 @@ def adds_in_the_product(job: Job) -> bool:
 def has_fused_softmax() -> bool:
     """Whether the kernels of Megatron's masked_softmax_fusion are installed."""
     return util.find_spec("scaled_masked_softmax_cuda") is not None
-
-
-def _precision(job: Job) -> dict[str, Any]:
-    fields = PRECISIONS.get(job.precision, {})
-    return {name: job.config.get(name) or value for name, value in fields.items()}
 
 
 @contextlib.contextmanager
