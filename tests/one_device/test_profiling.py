@@ -121,7 +121,7 @@ def measured_in_the_job(fields, shape=SHAPE):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
-    from megatron_autorecompute.one_device.even_routing import even_routing
+    from megatron_autorecompute.one_device.build import even_routing
     from megatron_autorecompute.policy import RecomputePolicy
     from megatron_autorecompute.profile import Model, Parallelism
     from megatron_autorecompute.runtime.apply import apply
