@@ -340,24 +340,7 @@ class Job:
 
     def layout(self) -> Layout:
         """The layers of each stage."""
-        pattern, given = self.pattern, self.resolved
-        ends: dict[str, Any] = {
-            "num_layers_in_first_pipeline_stage": given.num_layers_in_first_pipeline_stage,
-            "num_layers_in_last_pipeline_stage": given.num_layers_in_last_pipeline_stage,
-        }
-        stages, chunks = self.size("pipeline"), given.virtual_pipeline_model_parallel_size
-        if pattern is not None:
-            return Layout.from_pattern(pattern, stages, chunks, **ends)
-        return Layout.from_flags(
-            self.num_layers,
-            stages,
-            chunks,
-            mtp_num_layers=self.mtp_num_layers,
-            account_for_embedding_in_pipeline_split=given.account_for_embedding_in_pipeline_split,
-            account_for_loss_in_pipeline_split=given.account_for_loss_in_pipeline_split,
-            pipeline_model_parallel_layout=given.pipeline_model_parallel_layout or None,
-            **{name: value or None for name, value in ends.items()},
-        )
+        return Layout.of_config(self.resolved, self.pattern)
 
     def schedule(self) -> Schedule:
         """The order of a step."""
