@@ -36,7 +36,7 @@ def local_spec() -> Any:
     `get_gpt_layer_local_spec` has them: every norm is a module of its own. Build with `torch_norm`
     where Transformer Engine is missing."""
     from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+    from megatron.core.models.gpt import moe_module_specs
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm as Norm
@@ -48,15 +48,16 @@ def local_spec() -> Any:
         "TEDotProductAttention": DotProductAttention,
         "TENorm": Norm,
     }
-    spec = with_modules(modules)
+    moe = moe_module_specs.get_moe_module_spec_for_backend(
+        backend=LocalSpecProvider(), num_experts=8, moe_grouped_gemm=False
+    )
+    with patched(moe_module_specs, "get_moe_module_spec", lambda **_: moe):
+        spec = with_modules(modules)
     layers = spec.submodules
     layers.mamba_layer.submodules.norm = Norm
     for layer in (layers.attention_layer, layers.gdn_layer):
         layer.submodules.input_layernorm = Norm
     layers.mlp_layer.submodules.pre_mlp_layernorm = Norm
-    layers.moe_layer.submodules.mlp = get_moe_module_spec_for_backend(
-        backend=LocalSpecProvider(), num_experts=8, moe_grouped_gemm=False
-    )
     return spec
 
 

@@ -104,7 +104,7 @@ def settings_of(named: str, optimizer: Any, *others: Any, precision: Any) -> dic
         )
     layer_wise = getattr(optimizer, "use_layer_wise_distributed_optimizer", False)
     found["use_distributed_optimizer"] |= kind.startswith("dist_") or layer_wise
-    for name in _DTYPES_OF_STATES:
+    for name in _DTYPES_OF_STATES if found.get("use_precision_aware_optimizer") else ():
         found[name] = _DTYPE_NAMES[str(getattr(optimizer, name))]
     if getattr(precision, "fp8", None):
         found["precision"] = OF_RECIPES.get(str(precision.fp8_recipe), "fp8")
