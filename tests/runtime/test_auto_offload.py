@@ -52,7 +52,7 @@ def trained(path, waited_ms, steps, attached=False):
     from megatron_autorecompute.runtime.auto_options import AutoOptions
     from megatron_autorecompute.runtime.controller import Auto, JobFacts
     from megatron_autorecompute.runtime.copy_watch import CopyWatch
-    from tests.offload_on_cpu import offload_on_cpu
+    from testing.offload_on_cpu import offload_on_cpu
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=SHAPE.pipeline_stages)
     job = TrainingJob(SHAPE, TEXT, Variant({"min_offloaded_tensor_size": 1}))

@@ -37,7 +37,7 @@ def offloading():
     """Megatron's offload and its grouped experts, on CPU. Gives the list of tensors that leave."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
 
-    from tests.offload_on_cpu import offload_on_cpu
+    from testing.offload_on_cpu import offload_on_cpu
 
     left, usual = [], ChunkOffloadHandler.offload
 
