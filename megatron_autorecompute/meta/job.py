@@ -20,7 +20,6 @@ from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.job_config import (
     LORA_TARGETS,
     MOST_WIDTH,
-    SAMPLE_BYTES,
     GraphScope,
     Ranks,
     Resolved,
@@ -257,17 +256,6 @@ class Job:
     def graphs(self) -> GraphScope:
         """What runs as CUDA graphs."""
         return GraphScope.of(self.config)
-
-    @property
-    def graph_input_bytes(self) -> int:
-        """Copies of a step's samples that one CUDA graph of the iteration reads, on a rank that
-        loads data: megatron-core full_cuda_graph.py `StaticBufferLoader` keeps those of every
-        microbatch, whole sequences, with the data loader's mask if it makes one."""
-        if not self.graphs.of_iteration:
-            return 0
-        masks = self.seq_length * self.attention_mask_in_dataloader
-        sample = self.seq_length * (SAMPLE_BYTES + masks)
-        return self.num_microbatches * self.micro_batch_size * sample
 
     @property
     def keeps_bf16_weights(self) -> bool:

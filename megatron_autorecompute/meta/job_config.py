@@ -166,9 +166,6 @@ ITERATION = "full_iteration"
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Parts of a layer that can be captured; none of them stands for whole layers."""
 FIELDS = ("cuda_graph_modules", "cuda_graph_scope")
-SAMPLE_BYTES = 8 + 8 + 4 + 8
-"""The bytes of a token as the data loader gives it: token, label, loss mask, position
-(Megatron-core datasets/gpt_dataset.py)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -248,10 +248,20 @@ def quantised_output_layer(job: Job) -> dict[str, int]:
     }
 
 
+SAMPLE_BYTES = 8 + 8 + 4 + 8
+"""The bytes of a token as the data loader gives it: token, label, loss mask, position
+(Megatron-core datasets/gpt_dataset.py)."""
+
+
 def graph_inputs(job: Job) -> dict[str, int]:
-    """What a CUDA graph of the iteration reads, on stages whose ranks load data."""
-    size = job.graph_input_bytes
-    return {"samples of a CUDA graph": size} if size else {}
+    """Copies of a step's samples that one CUDA graph of the iteration reads, on stages whose ranks
+    load data: megatron-core full_cuda_graph.py `StaticBufferLoader` keeps those of every
+    microbatch, whole sequences, with the data loader's mask if it makes one."""
+    if not job.graphs.of_iteration:
+        return {}
+    masks = job.seq_length * job.attention_mask_in_dataloader
+    samples = job.num_microbatches * job.micro_batch_size
+    return {"samples of a CUDA graph": samples * job.seq_length * (SAMPLE_BYTES + masks)}
 
 
 def dummy_weight_gradients(job: Job, modules: Iterable[torch.nn.Module]) -> dict[str, int]:

@@ -180,15 +180,15 @@ def built_stage(
     stage: int,
     lengths: tuple[int, ...] = (),
     *,
-    own_setting: bool = False,
+    changed: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[list[torch.nn.Module], StepShape, JobStep]]:
     """The chunks of one stage, the sizes of a step and what runs a microbatch of it; in this block
-    the process is the stage's first rank. They are built without recompute and offload, or with
-    the job's own."""
+    the process is the stage's first rank. They are built without recompute and offload, but
+    for fields of the config that `changed` gives."""
     shape = step_shape(job, num_microbatches, lengths)
     with meta_megatron(job):
         fields = {**overlap_fields(job), "variable_seq_lengths": bool(lengths)}
-        config = megatron_config(job, {**fields, **(_own_setting(job) if own_setting else {})})
+        config = megatron_config(job, {**fields, **(changed or {})})
         with fake_ranks(config, stage, shape):
             build = functools.partial(build_chunk, job=job)
             models = build_chunks(config, shape, build, torch.device("meta"))
@@ -202,12 +202,6 @@ def overlap_fields(job: Job) -> dict[str, bool]:
     """
     names = ("overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release")
     return {name: True for name in names if job.config.get(name)}
-
-
-def _own_setting(job: Job) -> dict[str, Any]:
-    """The job's fields of recompute and offload."""
-    names = (*megatron_fields.NO_RECOMPUTE, *megatron_fields.NO_OFFLOAD)
-    return {name: job.config[name] for name in names if name in job.config}
 
 
 @contextlib.contextmanager
