@@ -28,7 +28,6 @@ from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.kept_bytes import (
-    GROUPED_TYPES,
     counted_weights,
     shared_buffers,
 )
@@ -211,9 +210,9 @@ class StaticBlocks:
     def _weights(self, model: torch.nn.Module) -> Iterator[_Weight]:
         quantised = weight_bytes(self._job, self._device)
         for module in model.modules():
-            grouped = isinstance(module, GROUPED_TYPES)
+            grouped = isinstance(module, kernels.GroupedLinear)
             for name, parameter in module.named_parameters(recurse=False):
-                linear = name == "weight" and isinstance(module, kernels.LINEAR_TYPES)
+                linear = name == "weight" and isinstance(module, kernels.LinearModule)
                 # Experts of stand-ins are one tensor, in Transformer Engine one each.
                 each = parameter[0] if grouped else parameter
                 outside = getattr(parameter, "is_embedding_or_output_parameter", False)

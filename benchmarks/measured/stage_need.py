@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.measured.rounding import StaticBlocks, few_microbatches, rounding_of
+from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.fake_ranks import StepShape
@@ -66,7 +67,9 @@ def own_need(job: Job, device: Device, stage: int, *, expandable: bool = False) 
     """
     job = with_backend(job, device)
     number = few_microbatches(job.schedule())
-    with built_stage(job, number, stage, own_setting=True) as (models, shape, step):
+    names = (*megatron_fields.NO_RECOMPUTE, *megatron_fields.NO_OFFLOAD)
+    own = {name: job.config[name] for name in names if name in job.config}
+    with built_stage(job, number, stage, changed=own) as (models, shape, step):
         static = StaticBlocks(job, device, models, first_stage=stage == 0, expandable=expandable)
         return need_of(job, device, static, shape, step)
 

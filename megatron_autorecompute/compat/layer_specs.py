@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
@@ -36,84 +35,30 @@ def local_spec() -> Any:
     """The layers of `hybrid_stack_spec`, but MLA and DSA, of Megatron's local modules, as
     `get_gpt_layer_local_spec` has them: every norm is a module of its own. Build with `torch_norm`
     where Transformer Engine is missing."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add as bda
     from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
-    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
-    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.models.gpt import moe_module_specs
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.torch_norm import WrappedTorchNorm as Norm
-    from megatron.core.transformer.transformer_layer import (
-        MoETransformerLayer,
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
 
-    def part(module: Any, submodules: Any, **params: Any) -> Any:
-        return ModuleSpec(module=module, submodules=submodules, params=params)
-
-    def layer(module: Any = TransformerLayer, **submodules: Any) -> Any:
-        return part(module, TransformerLayerSubmodules(**submodules))
-
-    normed = functools.partial(layer, input_layernorm=Norm, self_attn_bda=bda)
-    mamba = functools.partial(MambaLayerSubmodules, norm=Norm, mamba_bda=bda)
-
-    column, row = ColumnParallelLinear, RowParallelLinear
-    attention = part(
-        SelfAttention,
-        SelfAttentionSubmodules(
-            linear_qkv=column, core_attention=DotProductAttention, linear_proj=row
-        ),
-        attn_mask_type=AttnMaskType.causal,
-    )
-    gdn = part(GatedDeltaNet, GatedDeltaNetSubmodules(in_proj=column, out_norm=Norm, out_proj=row))
-    mixer = part(MambaMixer, MambaMixerSubmodules(in_proj=column, out_proj=row))
-    mlp = functools.partial(
-        MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)
-    )
-    moe = get_moe_module_spec_for_backend(
+    modules = {
+        "TEColumnParallelLinear": ColumnParallelLinear,
+        "TELayerNormColumnParallelLinear": ColumnParallelLinear,
+        "TERowParallelLinear": RowParallelLinear,
+        "TEDotProductAttention": DotProductAttention,
+        "TENorm": Norm,
+    }
+    moe = moe_module_specs.get_moe_module_spec_for_backend(
         backend=LocalSpecProvider(), num_experts=8, moe_grouped_gemm=False
     )
-    return part(
-        HybridStack,
-        HybridStackSubmodules(
-            mamba_layer=part(MambaLayer, mamba(mixer=mixer)),
-            attention_layer=normed(self_attention=attention),
-            gdn_layer=normed(self_attention=gdn),
-            mlp_layer=layer(MLPLayer, pre_mlp_layernorm=Norm, mlp=mlp, mlp_bda=bda),
-            moe_layer=layer(MoETransformerLayer, pre_mlp_layernorm=Norm, mlp=moe, mlp_bda=bda),
-            mtp_block_spec=_depth_spec(column, Norm),
-        ),
-    )
-
-
-def _depth_spec(column: type, norm: type) -> Any:
-    from megatron.core.transformer.multi_token_prediction import (
-        MultiTokenPredictionBlock,
-        MultiTokenPredictionBlockSubmodules,
-        MultiTokenPredictionLayer,
-        MultiTokenPredictionLayerSubmodules,
-    )
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    depth = ModuleSpec(
-        module=MultiTokenPredictionLayer,
-        submodules=MultiTokenPredictionLayerSubmodules(
-            enorm=norm, hnorm=norm, eh_proj=column, mtp_model_layer=None, layer_norm=norm
-        ),
-    )
-    return ModuleSpec(
-        module=MultiTokenPredictionBlock,
-        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[depth]),
-    )
+    with patched(moe_module_specs, "get_moe_module_spec", lambda **_: moe):
+        spec = with_modules(modules)
+    layers = spec.submodules
+    layers.mamba_layer.submodules.norm = Norm
+    for layer in (layers.attention_layer, layers.gdn_layer):
+        layer.submodules.input_layernorm = Norm
+    layers.mlp_layer.submodules.pre_mlp_layernorm = Norm
+    return spec
 
 
 def torch_norm() -> contextlib.AbstractContextManager[None]:

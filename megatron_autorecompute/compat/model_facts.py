@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megatron.core.activations import squared_relu
+from megatron.core import activations
+from megatron.core.fusions import fused_bias_geglu
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_autorecompute.compat import model_layers, stage_layout, versions
 from megatron_autorecompute.compat.untyped import Chunk
-from megatron_autorecompute.errors import ProfileError
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.options import nearest
 
 NAMES = (
     "transformer_config",
@@ -23,11 +26,12 @@ NAMES = (
 )
 """Names of the facts that `of_model` returns; `verify` needs them to build the model again."""
 
-_FUNCTIONS = {
-    "silu": torch.nn.functional.silu,
-    "gelu": torch.nn.functional.gelu,
-    "squared_relu": squared_relu,
+_ACTIVATIONS = {
+    name: getattr(torch.nn.functional, name, None) or getattr(activations, name)
+    for name in ("gelu", "silu", "relu", "squared_relu", "fast_gelu")
 }
+# Megatron has two of this name, and compares with the one that its flag sets.
+_ACTIVATIONS["quick_gelu"] = fused_bias_geglu.quick_gelu
 
 
 def of_model(chunks: Sequence[Chunk]) -> dict[str, Any]:
@@ -67,9 +71,7 @@ def of_config(config: TransformerConfig) -> dict[str, Any]:
     are initialisers, callbacks and fields that other packages add, which do not change a step's
     bytes, and the recompute fields, which the plan has.
     """
-    config_class = (
-        MLATransformerConfig if isinstance(config, MLATransformerConfig) else TransformerConfig
-    )
+    config_class = config_type(isinstance(config, MLATransformerConfig))
     defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     facts: dict[str, Any] = {}
     for field in dataclasses.fields(config_class):
@@ -79,7 +81,7 @@ def of_config(config: TransformerConfig) -> dict[str, Any]:
             continue
         if isinstance(value, torch.dtype):
             facts[field.name] = str(value)
-        elif named := [name for name, function in _FUNCTIONS.items() if function is value]:
+        elif named := [name for name, function in _ACTIVATIONS.items() if function is value]:
             facts[field.name] = named[0]
         elif _is_plain(value):
             facts[field.name] = list(value) if isinstance(value, tuple) else value
@@ -92,29 +94,35 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def rebuilt_config(facts: dict[str, Any], changed: dict[str, Any]) -> TransformerConfig:
-    """The config that `of_config` described, with some fields changed.
+def config_type(latent: bool) -> Any:
+    """The class of a config, with multi-latent attention or without."""
+    return MLATransformerConfig if latent else TransformerConfig
 
-    Raises ProfileError for fields that the installed version does not have, and if Megatron refuses
-    the config.
+
+def config_of(facts: dict[str, Any], source: str) -> TransformerConfig:
+    """The config with these fields, as `of_config` or a job describes them.
+
+    Raises OptionError, which begins with `source`, for fields that the installed version does not
+    have, and if Megatron refuses the config.
     """
-    config_class = (
-        MLATransformerConfig if facts.get("multi_latent_attention") else TransformerConfig
-    )
-    unknown = sorted(set(facts) - {field.name for field in dataclasses.fields(config_class)})
-    if unknown:
-        raise ProfileError(
-            f"The profile's transformer_config names {', '.join(unknown)}, which megatron-core "
-            f"{versions.installed()} does not have. Verify with the version the profile was made "
-            "with."
+    kind = config_type(bool(facts.get("multi_latent_attention")))
+    known = [field.name for field in dataclasses.fields(kind)]
+    if unknown := sorted(set(facts) - set(known)):
+        raise OptionError(
+            f"{source}: config names {', '.join(unknown)}, which {kind.__name__} of megatron-core "
+            f"{versions.installed()} does not have. The nearest to {unknown[0]} is "
+            f"{nearest(unknown[0], known)}. Correct the names, leave them out, or take the version "
+            "that has them."
         )
-    values = facts | changed
-    for name, value in values.items():
+    values = dict(facts)
+    for name, value in facts.items():
         if isinstance(value, str) and value.startswith("torch."):
             values[name] = getattr(torch, value.removeprefix("torch."))
-    if values.get("activation_func") in _FUNCTIONS:
-        values["activation_func"] = _FUNCTIONS[values["activation_func"]]
+    for name, named in (("activation_func", _ACTIVATIONS), ("attention_backend", AttnBackend)):
+        if isinstance(values.get(name), str):
+            values[name] = named[values[name]]
     try:
-        return config_class(**values)
-    except (AssertionError, ValueError) as error:
-        raise ProfileError(f"Megatron refuses the plan's config: {error}") from error
+        config: TransformerConfig = kind(**values)
+    except (AssertionError, ValueError, TypeError) as error:
+        raise OptionError(f"{source}: Megatron refuses this config: {error}") from error
+    return config

@@ -129,32 +129,7 @@ def pipeline_layout(
     encoder_layers: of an encoder or a tower; the first chunk has them in front of its own.
     pattern: the model's; by default the config's, if it has one.
     """
-    return _decoder_layout(config, pattern or pattern_of(config)).behind(encoder_layers)
-
-
-def _decoder_layout(config: TransformerConfig, pattern: HybridPattern | None) -> Layout:
-    pp, vp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
-    if pattern is not None:
-        return Layout.from_pattern(
-            pattern,
-            pp,
-            vp or 1,  # a model built without chunks would leave out the other segments
-            num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
-            num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
-        )
-    given = config.pipeline_model_parallel_layout
-    return Layout.from_flags(
-        config.num_layers,
-        pp,
-        vp,
-        mtp_num_layers=config.mtp_num_layers or 0,
-        num_layers_in_first_pipeline_stage=config.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=config.num_layers_in_last_pipeline_stage,
-        account_for_embedding_in_pipeline_split=config.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=config.account_for_loss_in_pipeline_split,
-        # Megatron turns the text or list into an object that keeps the original.
-        pipeline_model_parallel_layout=getattr(given, "input_data", given),
-    )
+    return Layout.of_config(config, pattern or pattern_of(config)).behind(encoder_layers)
 
 
 def counted_chunks(

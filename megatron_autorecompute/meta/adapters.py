@@ -70,7 +70,7 @@ def add_adapters(job: Job, model: Any) -> None:
     """Freeze a model of stand-ins and give it the job's adapters."""
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
-        if isinstance(module, kernels.LINEAR_TYPES) and _is_target(job, name):
+        if isinstance(module, kernels.LinearModule) and _is_target(job, name):
             module.adapter = Adapter(module, job.lora_rank, job.lora_dropout)
     if getattr(model, "pre_process", False):
         # As on every stage but the first, and on the first by Bridge's peft/recompute.py.

@@ -16,12 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import PRECISIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class Rows:
     capacity: float | None = None
     """`moe_expert_rank_capacity_factor`: the room of tensors, as a multiple of the even share."""
     multiple: int = 1
-    """Rows of an expert are padded to it (moe_utils.py `get_align_size_for_quantization`)."""
+    """Rows of an expert are padded to it."""
     stashed: float | None = None
     """Pages of `moe_paged_stash` for each row of the room: its factor for the even share, divided
     by the capacity."""
@@ -64,7 +65,7 @@ def rows(job: Job) -> Rows:
     capacity, stashed = config.moe_expert_rank_capacity_factor, None
     if capacity and config.moe_paged_stash:
         stashed = abs(config.moe_paged_stash_buffer_size_factor_cuda) / capacity
-    multiple = {"bf16": 1, "mxfp8": 32, "nvfp4": 64}.get(job.precision, 16)
+    multiple = PRECISIONS[job.precision].rows
     if config.use_transformer_engine_op_fuser or config.moe_use_grouped_tensor:
         multiple = 256
     copies = config.moe_router_topk * job.expert_tensor_parallel
@@ -80,39 +81,6 @@ class _Handle:
     experts: int
     """The experts of one rank."""
     rows: int
-
-
-class _Dispatch(torch.autograd.Function):
-    """Tokens [tokens, hidden] to rows [rows, hidden] ordered by expert, and their probabilities."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: torch.Tensor, probs: torch.Tensor, handle: _Handle
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.handle = handle
-        return _exchanged(tokens, handle.rows, handle.group), probs.new_empty(handle.rows)
-
-    @staticmethod
-    def backward(
-        ctx: Any, gradient: torch.Tensor, of_probs: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        handle = ctx.handle
-        every = handle.experts * handle.group.size()
-        dprobs = of_probs.new_empty(handle.tokens, every)
-        return _exchanged(gradient, handle.tokens, handle.group), dprobs, None
-
-
-class _Combine(torch.autograd.Function):
-    """Rows to the sums of each token's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, found: torch.Tensor, handle: _Handle) -> torch.Tensor:
-        ctx.handle = handle
-        return _exchanged(found, handle.tokens, handle.group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _exchanged(gradient, ctx.handle.rows, ctx.handle.group), None
 
 
 def _exchanged(x: torch.Tensor, length: int, group: Any) -> torch.Tensor:
@@ -134,108 +102,108 @@ def hybrid_ep(of: Rows) -> dict[str, Callable[..., Any]]:
         num_permuted_tokens: Any = None,
         **_: Any,
     ) -> tuple[Any, ...]:
-        """num_permuted_tokens: given where every expert is padded to its capacity."""
+        """Tokens [tokens, hidden] to rows [rows, hidden] ordered by expert, their probabilities,
+        none for scales, each expert's rows, and the handle.
+
+        num_permuted_tokens: given where every expert is padded to its capacity.
+        """
         tokens, experts = len(x), num_local_experts
         length = num_permuted_tokens or of.of(tokens, experts)
         # int32 for each rank and token, and a byte and int32 for each local expert of these.
         kept = x.new_empty(tokens * group.size() * (4 + 5 * experts), dtype=torch.uint8)
         handle = _Handle(kept, group, tokens, experts, length)
-        hidden, chosen = _Dispatch.apply(x, probs, handle)
+
+        def run(x: torch.Tensor, probs: torch.Tensor) -> ops.Ran:
+            return (_exchanged(x, length, group), probs.new_empty(length)), (), backward
+
+        def backward(_: ops.Saved, gradient: torch.Tensor, of_probs: torch.Tensor) -> ops.Gradients:
+            dprobs = of_probs.new_empty(tokens, handle.experts * group.size())
+            return _exchanged(gradient, tokens, group), dprobs
+
+        hidden, chosen = ops.kernel_with_backward(run, x, probs)
         counts = torch.full((experts,), length // experts, dtype=torch.int64, device="cpu")
         return hidden, chosen, None, counts, handle
 
     def combine(x: torch.Tensor, handle: _Handle, **_: Any) -> torch.Tensor:
-        found: torch.Tensor = _Combine.apply(x, handle)
-        return found
+        """Rows to the sums of each token's rows."""
+
+        def run(x: torch.Tensor) -> ops.Ran:
+            return _exchanged(x, handle.tokens, handle.group), (), backward
+
+        def backward(_: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+            return [_exchanged(gradient, handle.rows, handle.group)]
+
+        return cast(torch.Tensor, ops.kernel_with_backward(run, x))
 
     return {"hybrid_ep_dispatch": dispatch, "hybrid_ep_combine": combine}
 
 
-class _Permute(torch.autograd.Function):
-    """Tokens [tokens, hidden] to rows [rows, hidden] ordered by expert. Saves: a map
-    [tokens, 2 x experts + 1]. `_moe_permute_mask_map`."""
+def _permute(
+    tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, num_out_tokens: Any
+) -> Any:
+    """Tokens [tokens, hidden] to rows [rows, hidden] ordered by expert, with their probabilities
+    and the map. Saves: a map [tokens, 2 x experts + 1]. `_moe_permute_mask_map`."""
+    length, experts, rows = len(tokens), routing_map.shape[1], int(num_out_tokens)
+    shape = None if probs is None else probs.shape
 
-    @staticmethod
-    def forward(
-        ctx: Any, tokens: torch.Tensor, probs: torch.Tensor | None, experts: int, rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        row_id_map = tokens.new_empty(len(tokens), 2 * experts + 1, dtype=torch.int32)
-        ctx.save_for_backward(row_id_map)
-        ctx.mark_non_differentiable(row_id_map)
-        ctx.shape = None if probs is None else probs.shape
-        ctx.tokens = len(tokens)
+    def run(tokens: torch.Tensor, probs: torch.Tensor | None) -> ops.Ran:
+        row_id_map = tokens.new_empty(length, 2 * experts + 1, dtype=torch.int32)
         chosen = None if probs is None else probs.new_empty(rows)
-        return ops.reorder(tokens, rows), chosen, row_id_map
+        return (ops.reorder(tokens, rows), chosen, row_id_map), [row_id_map], backward
 
-    @staticmethod
     def backward(
-        ctx: Any, gradient: torch.Tensor, of_probs: torch.Tensor | None, _: Any
-    ) -> tuple[torch.Tensor | None, ...]:
+        _: ops.Saved, gradient: torch.Tensor, of_probs: torch.Tensor | None, __: Any
+    ) -> ops.Gradients:
         dprobs = None
-        if ctx.shape is not None and of_probs is not None:
-            dprobs = of_probs.new_empty(ctx.shape)
-        return ops.reorder(gradient.contiguous(), ctx.tokens), dprobs, None, None
+        if shape is not None and of_probs is not None:
+            dprobs = of_probs.new_empty(shape)
+        return ops.reorder(gradient.contiguous(), length), dprobs
+
+    return ops.kernel_with_backward(run, tokens, probs)
 
 
-class _Unpermute(torch.autograd.Function):
-    """Rows to the sums of each token's rows. Saves: the map, which `_Permute` saves too.
+def _unpermute(
+    rows: torch.Tensor, row_id_map: torch.Tensor, *, restore_shape: Any, **_: Any
+) -> torch.Tensor:
+    """Rows to the sums of each token's rows. Saves: the map, which `_permute` saves too.
     `_moe_unpermute_mask_map` without probabilities, which Megatron applies earlier."""
+    length, tokens = len(rows), restore_shape[0]
 
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, row_id_map: torch.Tensor, tokens: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(row_id_map)
-        ctx.rows = len(rows)
-        return ops.reorder(rows, tokens)
+    def run(rows: torch.Tensor, row_id_map: torch.Tensor) -> ops.Ran:
+        return ops.reorder(rows, tokens), [row_id_map], backward
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ops.reorder(gradient, ctx.rows), None, None
+    def backward(_: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+        return ops.reorder(gradient, length), None
+
+    return cast(torch.Tensor, ops.kernel_with_backward(run, rows, row_id_map))
 
 
-class _SortChunks(torch.autograd.Function):
-    """Rows in another order. Saves: a map [rows]. `_moe_chunk_sort`."""
+def _sort_chunks(rows: torch.Tensor, probs: torch.Tensor | None, *_: Any) -> Any:
+    """Rows in another order, with their probabilities. Saves: a map [rows]. `_moe_chunk_sort`."""
+    has_probs = probs is not None
 
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, probs: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.save_for_backward(rows.new_empty(len(rows), dtype=torch.int32))
-        ctx.with_probs = probs is not None
-        return ops.reorder(rows, len(rows)), None if probs is None else torch.empty_like(probs)
+    def run(rows: torch.Tensor, probs: torch.Tensor | None) -> ops.Ran:
+        kept = rows.new_empty(len(rows), dtype=torch.int32)
+        ordered = ops.reorder(rows, len(rows))
+        return (ordered, None if probs is None else torch.empty_like(probs)), [kept], backward
 
-    @staticmethod
     def backward(
-        ctx: Any, gradient: torch.Tensor, of_probs: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, ...]:
-        dprobs = torch.empty_like(of_probs) if ctx.with_probs and of_probs is not None else None
+        _: ops.Saved, gradient: torch.Tensor, of_probs: torch.Tensor | None
+    ) -> ops.Gradients:
+        dprobs = torch.empty_like(of_probs) if has_probs and of_probs is not None else None
         return ops.reorder(gradient, len(gradient)), dprobs
 
-
-def _permute(
-    tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, rows: Any
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    found: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor] = _Permute.apply(
-        tokens, probs, routing_map.shape[1], int(rows)
-    )
-    return found
+    return ops.kernel_with_backward(run, rows, probs)
 
 
 PERMUTATION: dict[str, Any] = {
     "fused_permute": lambda tokens, routing_map, *, num_out_tokens: _permute(
         tokens, None, routing_map, num_out_tokens
     )[::2],
-    "fused_permute_with_probs": lambda tokens, probs, routing_map, *, num_out_tokens: _permute(
-        tokens, probs, routing_map, num_out_tokens
-    ),
-    "fused_unpermute": lambda rows, row_id_map, *, restore_shape, **_: _Unpermute.apply(
-        rows, row_id_map, restore_shape[0]
-    ),
-    "fused_sort_chunks_by_index": lambda rows, sizes, order: _SortChunks.apply(rows, None)[0],
-    "fused_sort_chunks_by_index_with_probs": lambda rows, probs, sizes, order: _SortChunks.apply(
-        rows, probs
-    ),
+    "fused_permute_with_probs": _permute,
+    "fused_unpermute": _unpermute,
+    "fused_sort_chunks_by_index": lambda rows, *_: _sort_chunks(rows, None)[0],
+    "fused_sort_chunks_by_index_with_probs": _sort_chunks,
     "HAVE_TE": True,
     "is_te_min_version": lambda *_: False,  # asked before an argument for padding is passed on
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
-from megatron_autorecompute.meta.job_config import FIELDS, refuse_unmodelled
+from megatron_autorecompute.meta.job_config import FIELDS, OF_RECIPES, refuse_unmodelled
 from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.patched import patched, patched_environ
 from megatron_autorecompute.planner.cost.hybrid_pattern import check_flags
@@ -24,27 +24,27 @@ _COPIED = (
     "seq_length",
     "micro_batch_size",
     "global_batch_size",
+    "vocab_size",
     "make_vocab_size_divisible_by",
-    "transformer_impl",
     "position_embedding_type",
     "rotary_percent",
     "untie_embeddings_and_output_weights",
     "accumulate_allreduce_grads_in_fp32",
-    "optimizer",
+    "use_layer_wise_param_layout",
+    "use_distributed_optimizer",
     "num_distributed_optimizer_instances",
     "overlap_grad_reduce",
     "overlap_param_gather",
     "use_precision_aware_optimizer",
 )
-OPTIMIZERS = ("adam", "muon")
-DTYPES_OF_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-DTYPE_NAMES = {
+_OPTIMIZERS = ("adam", "muon")
+_DTYPES_OF_STATES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_DTYPE_NAMES = {
     "torch.float32": "fp32",
     "torch.bfloat16": "bf16",
     "torch.float16": "fp16",
     "torch.uint8": "fp8",
 }
-PRECISION_OF_RECIPE = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}
 
 
 def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
@@ -55,39 +55,63 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
     args, config = _parsed(list(flags), num_gpus)
     if args.vocab_size is None:
         raise OptionError("The flags do not say the vocabulary: add --vocab-size N.")
-    if args.optimizer not in OPTIMIZERS:
-        raise OptionError(
-            f"--optimizer {args.optimizer}: only {' and '.join(OPTIMIZERS)} are known, because the "
-            "bytes of others' states are not counted. Take one of them."
-        )
     if getattr(config, "quant_recipe", None) is not None:
         raise OptionError(
             "A file says which layers are quantised, and how (--te-precision-config-file or "
             "Kitchen's flags), which is not read: leave it out, and every linear layer counts as "
             "--fp8-format or --fp4-format say."
         )
-    data = {name: getattr(args, name) for name in _COPIED}
-    layer_wise = getattr(args, "use_layer_wise_distributed_optimizer", False)
-    data["use_distributed_optimizer"] = bool(args.use_distributed_optimizer or layer_wise)
-    data["use_layer_wise_param_layout"] = bool(getattr(args, "use_layer_wise_param_layout", True))
-    data["described_by"] = "flags"
-    data["name"] = f"pretrain_gpt on {num_gpus} GPUs"
-    data["config"] = plain_config(vars(config))
+    data = {
+        "described_by": "flags",
+        "name": f"pretrain_gpt on {num_gpus} GPUs",
+        "config": plain_config(vars(config)),
+        "num_gpus": num_gpus,
+        "transformer_impl": args.transformer_impl,
+        "attention_mask_in_dataloader": bool(args.create_attention_mask_in_dataloader),
+        "disable_parameter_transpose_cache": bool(config.disable_parameter_transpose_cache),
+        **settings_of("--optimizer", args, args, precision=args),
+    }
     if getattr(args, "hybrid_layer_pattern", None) is not None:
         data["name"] = f"pretrain_hybrid on {num_gpus} GPUs"
         data["config"]["hybrid_layer_pattern"] = args.hybrid_layer_pattern
         data["config"].pop("moe_layer_freq", None)  # the flag's default; the pattern says it
-    data["num_gpus"], data["vocab_size"] = num_gpus, args.vocab_size
-    data["attention_mask_in_dataloader"] = bool(args.create_attention_mask_in_dataloader)
-    data["disable_parameter_transpose_cache"] = bool(config.disable_parameter_transpose_cache)
-    for name in DTYPES_OF_STATES:
-        data[name] = DTYPE_NAMES[str(getattr(args, name))]
-    if args.fp8:
-        data["precision"] = PRECISION_OF_RECIPE.get(str(args.fp8_recipe), "fp8")
-        data["fp8_param_gather"] = bool(args.fp8_param_gather)
-    if getattr(args, "fp4", None):
-        data["precision"] = "nvfp4"
     return job_from(data, "What Megatron read from the flags")
+
+
+def settings_of(named: str, optimizer: Any, *others: Any, precision: Any) -> dict[str, Any]:
+    """A job's fields by Megatron's names for them, and those of its optimizer and precision.
+
+    Args:
+        named: what the error message calls the optimizer.
+        optimizer: has the optimizer's settings.
+        others: have all others; of several with one name the first counts.
+        precision: has the settings of fp8 and fp4, if there are any.
+
+    Raises OptionError for an optimizer that is not modelled.
+    """
+    holders = *others, optimizer
+    found = {
+        name: next(getattr(holder, name) for holder in holders if hasattr(holder, name))
+        for name in _COPIED
+        if any(hasattr(holder, name) for holder in holders)
+    }
+    kind = str(getattr(optimizer, "optimizer", "adam"))
+    found["optimizer"] = kind.removeprefix("dist_")
+    if found["optimizer"] not in _OPTIMIZERS:
+        raise OptionError(
+            f"{named} {kind}: only {' and '.join(_OPTIMIZERS)} are known, because the bytes of "
+            "others' states are not counted. Take one of them."
+        )
+    layer_wise = getattr(optimizer, "use_layer_wise_distributed_optimizer", False)
+    found["use_distributed_optimizer"] |= kind.startswith("dist_") or layer_wise
+    for name in _DTYPES_OF_STATES if found.get("use_precision_aware_optimizer") else ():
+        found[name] = _DTYPE_NAMES[str(getattr(optimizer, name))]
+    if getattr(precision, "fp8", None):
+        found["precision"] = OF_RECIPES.get(str(precision.fp8_recipe), "fp8")
+        found["fp8_param_gather"] = bool(precision.fp8_param_gather)
+    if getattr(precision, "fp4", None):
+        found["precision"] = "nvfp4"
+    return found
 
 
 def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
@@ -100,7 +124,7 @@ def _parsed(flags: list[str], num_gpus: int) -> tuple[Any, Any]:
         with (
             without_cuda.activate(training=True),
             deterministic(False),  # the parser turns torch's own on, and leaves it so
-            kernels.stand_ins(kernels.Settings()),  # the config asks for some of them
+            kernels.stand_ins(kernels.ANY),  # the config asks for some of them
             engine(),
             contextlib.redirect_stdout(io.StringIO()),  # Megatron prints every argument
             patched_environ(world),

@@ -20,7 +20,6 @@ from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.job_config import (
     LORA_TARGETS,
     MOST_WIDTH,
-    SAMPLE_BYTES,
     GraphScope,
     Ranks,
     Resolved,
@@ -259,17 +258,6 @@ class Job:
         return GraphScope.of(self.config)
 
     @property
-    def graph_input_bytes(self) -> int:
-        """Copies of a step's samples that one CUDA graph of the iteration reads, on a rank that
-        loads data: megatron-core full_cuda_graph.py `StaticBufferLoader` keeps those of every
-        microbatch, whole sequences, with the data loader's mask if it makes one."""
-        if not self.graphs.of_iteration:
-            return 0
-        masks = self.seq_length * self.attention_mask_in_dataloader
-        sample = self.seq_length * (SAMPLE_BYTES + masks)
-        return self.num_microbatches * self.micro_batch_size * sample
-
-    @property
     def keeps_bf16_weights(self) -> bool:
         """Whether weights are parameters in bf16 from which quantised copies are made."""
         return self.precision == "nvfp4" or not self.fp8_param_gather
@@ -340,24 +328,7 @@ class Job:
 
     def layout(self) -> Layout:
         """The layers of each stage."""
-        pattern, given = self.pattern, self.resolved
-        ends: dict[str, Any] = {
-            "num_layers_in_first_pipeline_stage": given.num_layers_in_first_pipeline_stage,
-            "num_layers_in_last_pipeline_stage": given.num_layers_in_last_pipeline_stage,
-        }
-        stages, chunks = self.size("pipeline"), given.virtual_pipeline_model_parallel_size
-        if pattern is not None:
-            return Layout.from_pattern(pattern, stages, chunks, **ends)
-        return Layout.from_flags(
-            self.num_layers,
-            stages,
-            chunks,
-            mtp_num_layers=self.mtp_num_layers,
-            account_for_embedding_in_pipeline_split=given.account_for_embedding_in_pipeline_split,
-            account_for_loss_in_pipeline_split=given.account_for_loss_in_pipeline_split,
-            pipeline_model_parallel_layout=given.pipeline_model_parallel_layout or None,
-            **{name: value or None for name, value in ends.items()},
-        )
+        return Layout.of_config(self.resolved, self.pattern)
 
     def schedule(self) -> Schedule:
         """The order of a step."""

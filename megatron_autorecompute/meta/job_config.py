@@ -16,7 +16,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -123,9 +123,42 @@ class Resolved:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Resolved:
         """The settings of the fields that a job gives."""
-        named = {field.name for field in fields(cls)}
+        named = {each.name for each in fields(cls)}
         return cls(**{n: v for n, v in config.items() if n in named and v is not None})
 
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How a linear layer multiplies, and what it keeps."""
+
+    name: str
+    """Key of the peak rates in devices.json."""
+    saved_element_bytes: float
+    """Bytes kept for each element of an input that a weight gradient needs."""
+    copy_bytes: float = 0
+    """Bytes for each element of a quantised weight in one layout."""
+    rows: int = 1
+    """Rows of an expert are padded to a multiple of it (moe_utils.py
+    `get_align_size_for_quantization`)."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Megatron's fields for it."""
+
+
+PRECISIONS = {
+    "bf16": Precision("bf16", 2),
+    # TE pytorch/tensor: Float8Tensor has one scale for the tensor, Float8BlockwiseQTensor an fp32
+    # one for 128 elements of an input and 128 x 128 of a weight, MXFP8Tensor a byte for 32,
+    # NVFP4Tensor a byte for 16.
+    "fp8": Precision("fp8", 1, 1, 16, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
+    "fp8_block": Precision(
+        "fp8", 1 + 4 / 128, 1 + 4 / 128**2, 16, {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+    ),
+    "mxfp8": Precision("fp8", 1 + 1 / 32, 1 + 1 / 32, 32, {"fp8": "e4m3", "fp8_recipe": "mxfp8"}),
+    "nvfp4": Precision("fp4", 9 / 16, 9 / 16, 64, {"fp4": "e2m1", "fp4_recipe": "nvfp4"}),
+}
+"""A job's precisions."""
+OF_RECIPES = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}
+"""Those that a value of `fp8_recipe` says."""
 
 IMPLEMENTATIONS = ("none", "local", "transformer_engine", "full_iteration")
 """The values of `cuda_graph_impl`."""
@@ -133,9 +166,6 @@ ITERATION = "full_iteration"
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Parts of a layer that can be captured; none of them stands for whole layers."""
 FIELDS = ("cuda_graph_modules", "cuda_graph_scope")
-SAMPLE_BYTES = 8 + 8 + 4 + 8
-"""The bytes of a token as the data loader gives it: token, label, loss mask, position
-(Megatron-core datasets/gpt_dataset.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +181,9 @@ class GraphScope:
     def of(cls, config: Mapping[str, Any]) -> GraphScope:
         """The scope by fields of Megatron's TransformerConfig, as `check_config` accepts them."""
         old = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
-        impl = next((name for field, name in old.items() if config.get(field)), "none")
+        impl = next((impl for name, impl in old.items() if config.get(name)), "none")
         impl = config.get("cuda_graph_impl") or impl
-        names = [name for field in FIELDS for name in names_of(config.get(field))]
+        names = [one for name in FIELDS for one in names_of(config.get(name))]
         if impl == "none":
             return cls()
         if impl == ITERATION or ITERATION in names:
@@ -183,16 +213,16 @@ def wrong_scope(config: Mapping[str, Any]) -> list[str]:
     if impl is not None and impl not in IMPLEMENTATIONS:
         known = ", ".join(IMPLEMENTATIONS)
         wrong.append(f"config.cuda_graph_impl: {impl!r:.80}; known are {known}")
-    for field in FIELDS:
-        value = config.get(field)
+    for name in FIELDS:
+        value = config.get(name)
         if not isinstance(value, (str, list, type(None))):
-            wrong.append(f"config.{field}: {value!r:.80}; give a list such as [attn, mlp]")
+            wrong.append(f"config.{name}: {value!r:.80}; give a list such as [attn, mlp]")
             continue
         others = ("full", ITERATION, "full_iteration_inference")
-        unknown = [name for name in names_of(value) if name not in (*MODULES, *others)]
+        unknown = [one for one in names_of(value) if one not in (*MODULES, *others)]
         if unknown:
             known = ", ".join((*MODULES, *others[:2]))
-            wrong.append(f"config.{field}: {', '.join(unknown):.80}; known are {known}")
+            wrong.append(f"config.{name}: {', '.join(unknown):.80}; known are {known}")
     return wrong
 
 
@@ -341,7 +371,7 @@ def _not_of_precision(config: Mapping[str, Any], precision: str) -> Iterator[str
             f"config.fp4 {config['fp4']!r:.40} beside precision {precision}; set precision to "
             "nvfp4, or leave config.fp4 out"
         )
-    recipe = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}.get(str(config.get("fp8_recipe")))
+    recipe = OF_RECIPES.get(str(config.get("fp8_recipe")))
     if recipe is not None and precision not in ("bf16", "nvfp4", recipe):
         yield (
             f"config.fp8_recipe {config['fp8_recipe']} beside precision {precision}; set precision "

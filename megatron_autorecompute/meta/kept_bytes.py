@@ -26,9 +26,9 @@ from megatron_autorecompute.compat import defects, model_layers
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import PRECISIONS
 from megatron_autorecompute.meta.model import Shard
 from megatron_autorecompute.meta.static_bytes import (
-    COPY_BYTES,
     Parameters,
     Trained,
     Weights,
@@ -155,7 +155,7 @@ def counted_weights(part: Any) -> Weights:
     found = Weights()
     if part is None:
         return found
-    linear = {id(m.weight) for m in part.modules() if isinstance(m, kernels.LINEAR_TYPES)}
+    linear = {id(m.weight) for m in part.modules() if isinstance(m, kernels.LinearModule)}
     rows = dict(_split_rows(part))
     for parameter in part.parameters():
         count = _counted(parameter, rows.get(id(parameter)))
@@ -210,7 +210,6 @@ OF_LINEAR = "cuBLAS workspace"
 OF_GROUPED = "cuBLAS workspaces of grouped products"
 GROUPED_STREAMS = 4
 """TE's `get_num_cublas_streams`, each with a workspace."""
-GROUPED_TYPES = (kernels.GroupedColumnLinear, kernels.GroupedRowLinear)
 
 
 def shared_buffers(job: Job, device: Device, *parts: torch.nn.Module | None) -> dict[str, int]:
@@ -244,13 +243,25 @@ def quantised_output_layer(job: Job) -> dict[str, int]:
     if not job.resolved.fp8_output_proj or job.precision != "mxfp8":
         return {}
     elements = job.padded_vocab_size // job.size("tensor") * job.resolved.hidden_size
-    return {"quantised copies of the output layer": round(2 * COPY_BYTES["mxfp8"] * elements)}
+    return {
+        "quantised copies of the output layer": round(2 * PRECISIONS["mxfp8"].copy_bytes * elements)
+    }
+
+
+SAMPLE_BYTES = 8 + 8 + 4 + 8
+"""The bytes of a token as the data loader gives it: token, label, loss mask, position
+(Megatron-core datasets/gpt_dataset.py)."""
 
 
 def graph_inputs(job: Job) -> dict[str, int]:
-    """What a CUDA graph of the iteration reads, on stages whose ranks load data."""
-    size = job.graph_input_bytes
-    return {"samples of a CUDA graph": size} if size else {}
+    """Copies of a step's samples that one CUDA graph of the iteration reads, on stages whose ranks
+    load data: megatron-core full_cuda_graph.py `StaticBufferLoader` keeps those of every
+    microbatch, whole sequences, with the data loader's mask if it makes one."""
+    if not job.graphs.of_iteration:
+        return {}
+    masks = job.seq_length * job.attention_mask_in_dataloader
+    samples = job.num_microbatches * job.micro_batch_size
+    return {"samples of a CUDA graph": samples * job.seq_length * (SAMPLE_BYTES + masks)}
 
 
 def dummy_weight_gradients(job: Job, modules: Iterable[torch.nn.Module]) -> dict[str, int]:
@@ -267,7 +278,7 @@ def dummy_weight_gradients(job: Job, modules: Iterable[torch.nn.Module]) -> dict
     found: dict[str, int] = {}
     for module in modules:
         shape = _weight_shape(module)
-        grouped = isinstance(module, GROUPED_TYPES)
+        grouped = isinstance(module, kernels.GroupedLinear)
         if shape is not None and job.keeps_dummies("grouped" if grouped else "linear"):
             found[dummy_name(shape)] = 2 * shape[0] * shape[1]
     return found
@@ -279,7 +290,7 @@ def dummy_name(shape: Sequence[int]) -> str:
 
 
 def _weight_shape(module: Any) -> tuple[int, int] | None:
-    linear = (*kernels.LINEAR_TYPES, ColumnParallelLinear, RowParallelLinear)
+    linear = (kernels.LinearModule, ColumnParallelLinear, RowParallelLinear)
     if not isinstance(module, linear):
         return None
     if module.weight is None:  # an output layer that uses the embedding's weights
@@ -306,16 +317,16 @@ def workspaces(job: Job, device: Device, modules: Iterable[torch.nn.Module]) -> 
     """
     modules = list(modules)
     routers = any(isinstance(module, TopKRouter) for module in modules)
-    used = {type(module) for module in modules}
+    linear = [module for module in modules if isinstance(module, kernels.LinearModule)]
     te_bytes = (32 << 20) + 1024 if device.capability >= 9 else 4 << 20
     found = {}
     if (routers and not job.routers_of_te) or any(map(_is_of_torch, modules)):
         found[OF_TORCH] = 2 * _workspace_of_torch(job, device)
-    if used & set(kernels.LINEAR_TYPES) or (routers and job.routers_of_te):
+    if linear or (routers and job.routers_of_te):
         found[OF_LINEAR] = te_bytes
         if job.resolved.tp_comm_overlap:
             found["cuBLAS workspaces of userbuffers"] = 3 * te_bytes
-    if used & set(GROUPED_TYPES):
+    if any(isinstance(module, kernels.GroupedLinear) for module in linear):
         found[OF_GROUPED] = GROUPED_STREAMS * te_bytes
     return found
 

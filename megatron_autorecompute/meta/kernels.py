@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -19,84 +19,44 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_autorecompute.compat import layer_specs, model_layers, versions
 from megatron_autorecompute.meta import attention, expert_rows, mixers, ops
+from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import PRECISIONS, Precision
 from megatron_autorecompute.patched import patched
 
-
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """How a linear layer multiplies and what it keeps of its input."""
-
-    name: str
-    """Key of the peak rates in devices.json."""
-    saved_element_bytes: float
-    """Bytes kept for each element of an input that a weight gradient needs."""
-
-
-PRECISIONS = {
-    "bf16": Precision("bf16", 2),
-    "fp8": Precision("fp8", 1),  # TE Float8Tensor: one byte, one scale for the tensor
-    "fp8_block": Precision("fp8", 1 + 4 / 128),  # Float8BlockwiseQTensor: fp32 scale for 128
-    "mxfp8": Precision("fp8", 1 + 1 / 32),  # MXFP8Tensor: one-byte scale for 32 elements
-    "nvfp4": Precision("fp4", 0.5 + 1 / 16),  # NVFP4Tensor: one-byte scale for 16 elements
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of the stand-ins that are not in Megatron's config."""
-
-    precision: str = "bf16"
-    """A key of PRECISIONS, for the linear layers inside transformer layers."""
-    userbuffers: bool = False
-    """tp_comm_overlap."""
-    linear_gradients: bool = False
-    """Whether the backward of a linear layer makes a tensor of its weight's shape, which its
-    parameter's hook frees: without gradient accumulation fusion the gradient, and with it the dummy
-    of Transformer Engine's versions that do not keep it (`kept_bytes`)."""
-    grouped_gradients: bool = False
-    """Whether the backward of experts' products makes a tensor of their weights' shape."""
-    fuses_gradients: bool = True
-    """Products add weight gradients to main_grad themselves; else the hooks of
-    DistributedDataParallel do."""
-    routers_of_te: bool = True
-    """Whether routers call Transformer Engine's `general_gemm`, as they do if it has one."""
-    softmax_in_place: bool = True
-    """Whether the backward of unfused attention's softmax overwrites the gradient that it gets."""
-    weight_copy_bytes: float = 0
-    """Bytes per element of a quantised copy of the weight that every microbatch makes and saves."""
-    compiles: bool = True
-    """Whether functions that Megatron has torch compile are one kernel; else they run as is."""
-    rows: expert_rows.Rows = expert_rows.EVEN
-    """The rows of experts where HybridEP exchanges tokens."""
-
-
-_settings = Settings()
+ANY = Job(
+    name="any",
+    config={"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1},
+    num_gpus=1,
+    seq_length=1,
+    global_batch_size=1,
+    vocab_size=1,
+)
+"""A job that says nothing."""
+_job = ANY
+"""The job whose stand-ins are in place."""
 
 
 # ------------------------------------------------------------------------------------- functions
 
 
-class _Norm(torch.autograd.Function):
+def _normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """RMSNorm or, with a bias, LayerNorm. Saves: input, copied if it is a view of parts of one,
     and one fp32 per token (`rsigma`; of LayerNorm `mu`, too). TE pytorch/ops/basic/rmsnorm.py and
     layer_norm.py, `op_forward`."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def run(x: torch.Tensor, *_: Any) -> ops.Ran:
         x = x.contiguous()
         y, *statistics = _normed(x, weight, bias)
-        ctx.save_for_backward(x, *statistics)
-        return y
+        return y, (x, *statistics), backward
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        x, statistics, *_ = ctx.saved_tensors
-        return ops.norm_backward(gradient, x, statistics), None, None
+    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+        return ops.norm_backward(gradient, *saved[:2]), None, None
+
+    return ops.kernel_with_backward(run, x, weight, bias)
 
 
 def _normed(
@@ -146,13 +106,15 @@ class _Linear(torch.autograd.Function):
         shares: str = "",
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         ctx.split, ctx.precision, ctx.normed = split, precision, norm_weight is not None
-        ctx.shares = shares
+        ctx.shares, ctx.restored = shares, _as_it_is
         grouped = weight.dim() == 3
-        ctx.makes = _settings.grouped_gradients if grouped else _settings.linear_gradients
+        # Its parameter's hook frees it: without gradient accumulation fusion the gradient, and with
+        # it the dummy of Transformer Engine's versions that do not keep it (`kept_bytes`).
+        ctx.makes = not _job.keeps_dummies("grouped" if grouped else "linear")
         kept: list[torch.Tensor] = [weight]
-        ctx.copies = _settings.weight_copy_bytes > 0
+        ctx.copies = _job.copies_weights
         if ctx.copies:
-            kept.append(ops.quantize(weight, _settings.weight_copy_bytes))
+            kept.append(ops.quantize(weight, 2 * PRECISIONS[_job.precision].copy_bytes))
         normed = x
         if norm_weight is not None:
             normed, *statistics = _normed(x, norm_weight, norm_bias)
@@ -163,7 +125,9 @@ class _Linear(torch.autograd.Function):
         if quantises and not saves_input:
             saved = ops.quantize(normed, precision.saved_element_bytes)
         if shares or not ctx.frozen:
-            kept.append(_stashed(ctx, saved) if grouped else saved)
+            if grouped:
+                saved, ctx.restored = _stashed(saved)
+            kept.append(saved)
         total = _gathered(normed, split.group) if split.gathers else normed
         shared = {"own": normed, "gathered": total}.get(shares)
         del normed
@@ -194,10 +158,10 @@ class _Linear(torch.autograd.Function):
         weight_gradient = None
         if not ctx.frozen:
             weight_gradient = torch.empty_like(weight) if ctx.makes else None
-            saved = _restored(ctx, kept[-1])
+            saved = ctx.restored(kept[-1])
             total = _gathered(saved, split.group, beside=True) if split.gathers else saved
             ops.gemm_weight_gradient(gradient, total, weight, precision.name)
-            weight.grad_added_to_main_grad = _settings.fuses_gradients
+            weight.grad_added_to_main_grad = _job.fuses_weight_gradients
             del total, saved
         if ctx.shares == "own":  # Transformer Engine adds no gradient of a gathered one
             dx = dx + of_norm
@@ -218,130 +182,107 @@ def _one_tensor(*parts: torch.Tensor) -> bool:
     )
 
 
-class _Attention(torch.autograd.Function):
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+) -> torch.Tensor:
     """Fused attention. Saves: q, k, v, out and one fp32 per head and token (log-sum-exp). TE
     pytorch/attention/dot_product_attention/backends.py (`FusedAttnFunc`, and flash_attn's
     `FlashAttnFunc`). Where q, k and v are not `_one_tensor`, those that are views of the projection
     are copied first (`get_qkv_layout`). Around flash_attn's, `Attention` copies."""
+    more = attention.CAUSAL, window
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        share: float,
-        window: int,
-    ) -> torch.Tensor:
-        if not _one_tensor(query, key, value):
-            query, key, value = (part.contiguous() for part in (query, key, value))
-        out, statistics = ops.attention(query, key, value, share, window)
-        ctx.save_for_backward(query, key, value, out, statistics)
-        ctx.more = (share, window)
-        return out
+    def run(*parts: torch.Tensor) -> ops.Ran:
+        if not _one_tensor(*parts):
+            parts = tuple(part.contiguous() for part in parts)
+        out, statistics = ops.attention(*parts, *more)
+        return out, (*parts, out, statistics), backward
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *ops.attention_backward(*ctx.saved_tensors, gradient, *ctx.more), None, None
+    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+        return ops.attention_backward(*saved, gradient, *more)
+
+    return ops.kernel_with_backward(run, query, key, value)
 
 
-class _Rotation(torch.autograd.Function):
-    """Rotary embedding. Saves nothing but the shared angles. TE pytorch/attention/rope.py
-    `FusedRoPEFunc`; Megatron fusions/fused_mla_yarn_rope_apply.py for q."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return ops.rotate(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return ops.rotate(gradient)
+def rotate(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Rotary embedding of x, any shape. Saves nothing but the shared angles. TE
+    pytorch/attention/rope.py `FusedRoPEFunc`; Megatron fusions/fused_mla_yarn_rope_apply.py for
+    q."""
+    return ops.kernel_with_backward(
+        lambda x: (ops.rotate(x), (), lambda _, gradient: [ops.rotate(gradient)]), x
+    )
 
 
-class _MlaRotation(torch.autograd.Function):
+def _mla_kv(
+    kv: torch.Tensor, k_position: torch.Tensor, *more: Any, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """k and v out of MLA's up-projection. Saves nothing but the shared angles.
     Megatron fusions/fused_mla_yarn_rope_apply.py `ApplyMLARotaryEmbKV`."""
+    k_width, v_width = more[3:5]  # behind the cosines, the sines and the positions' width
+    shapes = kv.shape, k_position.shape
 
-    @staticmethod
-    def forward(
-        ctx: Any, kv: torch.Tensor, k_position: torch.Tensor, k_width: int, v_width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.kv_shape, ctx.position_shape = kv.shape, k_position.shape
-        return ops.mla_rotate(kv, k_position, k_width, v_width)
+    def run(kv: torch.Tensor, k_position: torch.Tensor) -> ops.Ran:
+        return ops.mla_rotate(kv, k_position, k_width, v_width), (), backward
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dk, dv = gradients
-        return *_mla_gradients(dk, dv, ctx.kv_shape, ctx.position_shape), None, None
+    def backward(_: ops.Saved, dk: torch.Tensor, dv: torch.Tensor) -> ops.Gradients:
+        # Only their shapes are used: expanded scalars take no memory.
+        like_kv, like_position = (dk.new_empty(()).expand(shape) for shape in shapes)
+        return ops.mla_rotate_backward(dk, dv, like_kv, like_position)
 
-
-def _mla_gradients(
-    dk: torch.Tensor, dv: torch.Tensor, kv_shape: Any, position_shape: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    # Only their shapes are used: expanded scalars take no memory.
-    like_kv, like_position = (dk.new_empty(()).expand(s) for s in (kv_shape, position_shape))
-    return ops.mla_rotate_backward(dk, dv, like_kv, like_position)
+    return ops.kernel_with_backward(run, kv, k_position)
 
 
-class _Activation(torch.autograd.Function):
+def _activation(
+    x: torch.Tensor, weights: torch.Tensor | None, gated: bool, in_fp8: bool = False
+) -> torch.Tensor:
     """An activation as one kernel: SwiGLU and its like (`gated`) or one that is not, times the
     router's weights for experts. Saves: its input, in one byte per element with
     `activation_func_fp8_input_store`, and the weights. Megatron fusions/fused_bias_swiglu.py
     `SwiGLUFunction`, `WeightedSwiGLUFunction`, fused_bias_geglu.py `WeightedQuickGeGLUFunction`,
     fused_weighted_squared_relu.py `WeightedSquaredReLUFunction`, fused_bias_gelu.py `GeLUFunction`
     (whose bias is a parameter)."""
+    restored: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weights: torch.Tensor | None, gated: bool, in_fp8: bool = False
-    ) -> torch.Tensor:
-        saved = x if weights is None else _stashed(ctx, x)
-        ctx.save_for_backward(
-            saved.to(torch.float8_e4m3fn) if in_fp8 and saved is x else saved, weights
-        )
-        return (ops.gated if gated else ops.pointwise)(x, weights)
+    def run(x: torch.Tensor, weights: torch.Tensor | None) -> ops.Ran:
+        nonlocal restored
+        saved = x
+        if weights is not None:
+            saved, restored = _stashed(x)
+        if in_fp8 and saved is x:
+            saved = saved.to(torch.float8_e4m3fn)
+        return (ops.gated if gated else ops.pointwise)(x, weights), (saved, weights), backward
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        saved, weights = ctx.saved_tensors
-        x = _restored(ctx, saved).to(gradient.dtype)
+    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+        x, weights = restored(saved[0]).to(gradient.dtype), saved[1]
         dx, dweights = ops.activation_backward(gradient, x, weights)
-        return dx, None if weights is None else dweights, None, None
+        return dx, None if weights is None else dweights
+
+    return ops.kernel_with_backward(run, x, weights)
 
 
-class _CrossEntropy(torch.autograd.Function):
+def _cross_entropy(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     """Saves: the gradient, written over the logits. TE pytorch/cross_entropy.py
     `CrossEntropyFunction` (inplace in `cross_entropy_forward`)."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(logits.detach())
-        return ops.cross_entropy(logits)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return ctx.saved_tensors[0]
+    return ops.kernel_with_backward(
+        lambda x: (ops.cross_entropy(x), (x.detach(),), lambda saved, _: saved), logits
+    )
 
 
-def _stashed(ctx: Any, saved: torch.Tensor) -> torch.Tensor:
-    """What experts save: under `moe_paged_stash` the pages that it is copied to, until `_restored`.
-    Copies run beside the layers, and take no time here. megatron-core
-    transformer/moe/paged_stash.py; what TE marks for it are the tensors saved here
-    (pytorch/utils.py `mark_grouped_tensor`)."""
-    share = _settings.rows.stashed
+def _stashed(saved: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """What experts save, and what a backward makes of that: under `moe_paged_stash` the pages that
+    it is copied to, and a tensor of the whole room, to which they are copied back. Copies run
+    beside the layers, and take no time here. megatron-core transformer/moe/paged_stash.py; what TE
+    marks for it are the tensors saved here (pytorch/utils.py `mark_grouped_tensor`)."""
+    share = expert_rows.rows(_job).stashed
     if share is None:
-        return saved
-    ctx.unstashed = saved.shape, saved.dtype
+        return saved, _as_it_is
+    shape, dtype = saved.shape, saved.dtype
     size_bytes = saved.numel() * saved.element_size() * share
-    return saved.new_empty(round(size_bytes), dtype=torch.uint8)
+    pages = saved.new_empty(round(size_bytes), dtype=torch.uint8)
+    return pages, lambda pages: pages.new_empty(shape, dtype=dtype)
 
 
-def _restored(ctx: Any, saved: torch.Tensor) -> torch.Tensor:
-    """A tensor of the whole room, to which a backward copies pages; without any what was saved."""
-    if not hasattr(ctx, "unstashed"):
-        return saved
-    shape, dtype = ctx.unstashed
-    return saved.new_empty(shape, dtype=dtype)
+def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    return saved
 
 
 def _gathered(x: torch.Tensor, group: Any, beside: bool = False) -> torch.Tensor:
@@ -370,11 +311,11 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as x."""
-        return _Norm.apply(x, self.weight, self.bias)
+        return _normalised(x, self.weight, self.bias)
 
 
-class _LinearModule(torch.nn.Module):
-    """A linear layer with weight [out, in] of this rank.
+class LinearModule(torch.nn.Module):
+    """A linear layer of Transformer Engine, with weight [out, in] of this rank.
 
     Args:
         input_size, output_size: the sizes of the whole layer.
@@ -424,7 +365,7 @@ class _LinearModule(torch.nn.Module):
             reduces_output=split and not sequence and parallel == "row",
             reduces_gradient=split and not sequence and parallel == "column",
         )
-        self.precision, self.userbuffers = PRECISIONS[_settings.precision], _settings.userbuffers
+        self.precision, self.userbuffers = PRECISIONS[_job.precision], _job.resolved.tp_comm_overlap
         self._parameters_of(config, (experts,) * (experts > 0), input_size, output_size, bias)
         self.skip_bias_add, self.te_return_bias = skip_bias_add, skip_bias_add and bias
         if is_expert:
@@ -466,7 +407,7 @@ class _LinearModule(torch.nn.Module):
         return self.normed and self.adapter is not None
 
     def normed_again(self, x: torch.Tensor) -> torch.Tensor:
-        """The output of the norm, which the module's `_Linear` saves."""
+        """The output of the norm, which the module saves."""
         assert self.layer_norm_weight is not None
         return _normed(x, self.layer_norm_weight, self.layer_norm_bias)[0]
 
@@ -483,30 +424,30 @@ class _LinearModule(torch.nn.Module):
         """Weight gradients are never delayed here."""
 
 
-class Linear(_LinearModule):
+class Linear(LinearModule):
     """Stands for TELinear."""
 
 
-class ColumnLinear(_LinearModule):
+class ColumnLinear(LinearModule):
     """Stands for TEColumnParallelLinear."""
 
     parallel = "column"
 
 
-class NormColumnLinear(_LinearModule):
+class NormColumnLinear(LinearModule):
     """Stands for TELayerNormColumnParallelLinear."""
 
     parallel = "column"
     normed = True
 
 
-class RowLinear(_LinearModule):
+class RowLinear(LinearModule):
     """Stands for TERowParallelLinear."""
 
     parallel = "row"
 
 
-class _GroupedLinear(_LinearModule):
+class GroupedLinear(LinearModule):
     """Experts of one rank: weight [experts, out, in]. TE pytorch/module/grouped_linear.py."""
 
     def __init__(self, num_gemms: int, *sizes: int, pg_collection: Any = None, **more: Any) -> None:
@@ -528,23 +469,16 @@ class _GroupedLinear(_LinearModule):
         return y, list(self.bias)
 
 
-class GroupedColumnLinear(_GroupedLinear):
+class GroupedColumnLinear(GroupedLinear):
     """Stands for TEColumnParallelGroupedLinear."""
 
     parallel = "column"
 
 
-class GroupedRowLinear(_GroupedLinear):
+class GroupedRowLinear(GroupedLinear):
     """Stands for TERowParallelGroupedLinear."""
 
     parallel = "row"
-
-
-LINEAR_TYPES = (
-    *(Linear, ColumnLinear, NormColumnLinear, RowLinear),
-    *(GroupedColumnLinear, GroupedRowLinear),
-)
-"""Every linear layer of Transformer Engine that has a stand-in."""
 
 
 class Attention(torch.nn.Module):
@@ -589,14 +523,14 @@ class Attention(torch.nn.Module):
             query, key, value = (part.clone() for part in (query, key, value))
         if self.dropout is not None:
             padded = attn_mask_type is not None and "padding" in attn_mask_type.name
-            in_place = _settings.softmax_in_place
+            in_place = not _job.has_te(2, 19)
             out = attention.attend_with_scores(
                 query, key, value, self.dropout, padded, in_place=in_place
             )
         elif self.group is None:
-            out = _Attention.apply(query, key, value, attention.CAUSAL, self.window_size)
+            out = _attention(query, key, value, self.window_size)
         else:
-            # Views of the projection are copied first, as `_Attention` says.
+            # Views of the projection are copied first, as `_attention` says.
             tensors = [part.contiguous() for part in (query, key, value)]
             out = attention.attend_in_parallel(
                 self.comm_type, tensors, self.group, self.window_size, self.hierarchy
@@ -612,13 +546,8 @@ def comm_type(name: str | None) -> str:
 
 def _window(config: Any, layer_number: int) -> int:
     """Number of keys that each query sees, 0 for all; `window_attn_skip_freq` picks the layers."""
-    window = getattr(config, "window_size", None)
-    skip = getattr(config, "window_attn_skip_freq", None)
-    if window is None or (isinstance(skip, int) and layer_number % skip == 0):
-        return 0
-    if isinstance(skip, list) and not skip[layer_number - 1]:
-        return 0
-    return int(window[0]) + 1
+    window, skip = config.window_size, config.window_attn_skip_freq
+    return int(window[0]) + 1 if is_layer_window_attention(window, skip, layer_number) else 0
 
 
 def _tensor_group(is_expert: bool) -> Any:
@@ -641,25 +570,6 @@ LAYERS = {
     "TEDotProductAttention": Attention,
 }
 """The stand-ins by their names in megatron-core's extensions/transformer_engine.py."""
-
-
-def rotate(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Rotary embedding of x, any shape; the angles are not used."""
-    return _Rotation.apply(x)
-
-
-def _mla_kv(
-    kv: torch.Tensor,
-    k_position: torch.Tensor,
-    cos: Any,
-    sin: Any,
-    position_width: int,
-    k_width: int,
-    v_width: int,
-    *_: Any,
-    **__: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _MlaRotation.apply(kv, k_position, k_width, v_width)
 
 
 def _general_gemm(
@@ -703,13 +613,13 @@ def _compiled() -> Replacements:
     """Of functions that Megatron has torch compile."""
 
     def gate(x: Any, bias: Any, in_fp8: bool = False, *_: Any) -> Any:
-        return _Activation.apply(x, None, True, in_fp8)
+        return _activation(x, None, True, in_fp8)
 
     def weighted_gate(x: Any, bias: Any, weights: Any, in_fp8: bool = False, *_: Any) -> Any:
-        return _Activation.apply(x, weights, True, in_fp8)
+        return _activation(x, weights, True, in_fp8)
 
     def quick_gate(x: Any, weights: Any, in_fp8: bool, *_: Any) -> Any:
-        return _Activation.apply(x, weights, True, in_fp8)
+        return _activation(x, weights, True, in_fp8)
 
     original = _module("fusions.fused_cross_entropy").calculate_gradients
 
@@ -725,12 +635,12 @@ def _compiled() -> Replacements:
         "transformer.mlp": {
             "bias_swiglu_impl": gate,
             "bias_geglu_impl": gate,
-            "bias_gelu_impl": lambda x, bias: _Activation.apply(x, None, False),
+            "bias_gelu_impl": lambda x, bias: _activation(x, None, False),
             "weighted_bias_swiglu_impl": weighted_gate,
         },
         "transformer.moe.experts": {
             "weighted_bias_swiglu_impl": weighted_gate,
-            "weighted_squared_relu_impl": lambda x, weights: _Activation.apply(x, weights, False),
+            "weighted_squared_relu_impl": lambda x, weights: _activation(x, weights, False),
         },
         # Around it Megatron's own code clamps, and copies what it clamped.
         "fusions.fused_bias_geglu": {
@@ -826,17 +736,17 @@ def _replacements() -> Replacements:
             "ScaledSoftmax": attention.SOFTMAX,
         },
         "transformer.moe.router": {"sinkhorn": _sinkhorn},
-        "transformer.moe.token_dispatcher": expert_rows.hybrid_ep(_settings.rows),
+        "transformer.moe.token_dispatcher": expert_rows.hybrid_ep(expert_rows.rows(_job)),
         utils: {
-            "te_general_gemm": _general_gemm if _settings.routers_of_te else None,
+            "te_general_gemm": _general_gemm if _job.routers_of_te else None,
             **{name: made for name, made in permutation if hasattr(_module(utils), name)},
         },
-        _LANGUAGE: {"te_parallel_cross_entropy": lambda logits, *_: _CrossEntropy.apply(logits)},
+        _LANGUAGE: {"te_parallel_cross_entropy": _cross_entropy},
         "tensor_parallel.layers": {
             "fused_weight_gradient_mlp_cuda": weight_gradient,
             "_grad_accum_fusion_available": True,
         },
-        **(_compiled() if _settings.compiles else {}),
+        **(_compiled() if _job.torch_compile else {}),
         **(_of_hybrids() if model_layers.pattern_types() else {}),
     }
 
@@ -849,16 +759,16 @@ def _of_classes() -> Iterator[tuple[Any, str, Any]]:
     yield softmax, "get_batch_per_block", staticmethod(lambda *_: 1)
     # It would set variables of the environment, for Transformer Engine.
     yield _module(_LANGUAGE).LanguageModule, "_set_attention_backend", lambda _: None
-    if _settings.precision != "bf16":
+    if _job.precision != "bf16":
         nodes = versions.schedule_nodes()
         yield nodes, "should_free_input", _frees_quantised(nodes.should_free_input)
 
 
 @contextlib.contextmanager
-def stand_ins(settings: Settings) -> Iterator[None]:
-    """In this block Megatron's layer specs "with Transformer Engine" build stand-ins."""
-    global _settings
-    before, _settings = _settings, settings
+def stand_ins(job: Job) -> Iterator[None]:
+    """In this block Megatron's layer specs "with Transformer Engine" build a job's stand-ins."""
+    global _job
+    before, _job = _job, job
     try:
         with contextlib.ExitStack() as undo:
             for module, names in _replacements().items():
@@ -868,4 +778,4 @@ def stand_ins(settings: Settings) -> Iterator[None]:
                 undo.enter_context(patched(owner, name, stand_in))
             yield
     finally:
-        _settings = before
+        _job = before

@@ -7,8 +7,8 @@ profile names its device as text, which the result repeats.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, NamedTuple
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.profile import MEASURED, ChoiceRecord, LayerKind, Profile, in_order
@@ -27,8 +27,7 @@ LAYER_FIELDS = (
 """Fields of Megatron's config that must be equal for layers to be of one kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ratio:
+class _Ratio(NamedTuple):
     """Measured over modelled time."""
 
     forward: float

@@ -10,8 +10,8 @@ It does not show times, temporaries inside kernels, the allocator's rounding and
 Transformer Engine's kernels, or MoE imbalance: tokens are routed evenly. Gradients count as already
 allocated; each weight gradient exists once more while it is added, as in Megatron without
 ``gradient_accumulation_fusion``. CUDA-only fusions of the config run unfused (masked softmax,
-persistent LayerNorm). `stage_step` refuses context parallelism, EP overlap and dispatchers that
-need a device; `model.run_stage` runs a job's stand-ins under all of them.
+persistent LayerNorm). Context parallelism, EP overlap and dispatchers that need a device run with
+the stand-ins of a job alone (`model.run_stage`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -110,47 +110,6 @@ class StageStep:
 # ----------------------------------------------------------------------------- stages, on meta
 
 
-def stage_steps(
-    config: Any,
-    shape: StepShape,
-    *,
-    stages: Sequence[int] | None = None,
-    policy: RecomputePolicy | None = None,
-    build: Build | None = None,
-    max_workers: int = 1,
-    done: Callable[[StageStep], None] = lambda _: None,
-    num_microbatches: Sequence[int] | None = None,
-    lengths: Sequence[tuple[int, ...]] | None = None,
-) -> tuple[StageStep, ...]:
-    """`stage_step` for several stages (default: all) in processes that never see CUDA.
-
-    For use inside a job or on a GPU machine. `config` and `build` must be picklable; callbacks of a
-    running job are removed from the config. `done` is called with every stage's run in turn.
-    `num_microbatches` of each of all stages, and then of each in the next step, replaces that of
-    `shape`; so does `lengths`. Raises the errors of stage_step.
-    """
-    every = range(config.pipeline_model_parallel_size)
-    numbers = num_microbatches or [shape.num_microbatches] * len(every)
-    shapes = [
-        replace(shape, num_microbatches=number, lengths=own)
-        for number, own in zip(numbers, lengths or [shape.lengths] * len(numbers), strict=True)
-    ]
-    asked = range(len(shapes)) if stages is None else stages
-    run = functools.partial(_run_stage, meta_config(config), shapes, policy, build)
-    return in_processes(run, asked, max_workers, done)
-
-
-def _run_stage(
-    config: Any,
-    shapes: Sequence[StepShape],
-    policy: RecomputePolicy | None,
-    build: Build | None,
-    number: int,
-) -> StageStep:
-    stage = number % config.pipeline_model_parallel_size
-    return stage_step(config, stage, shapes[number], policy, build)
-
-
 def workers(num_stages: int) -> int:
     """Processes for so many stages: one for each core, at most MOST_WORKERS."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -227,38 +186,14 @@ def stage_step(
         policy: applied to the built model; without it the config's own recompute fields are used.
         build: makes a chunk; default build_gpt.
 
-    Raises MachineError if CUDA is visible, torch.distributed is in use (call stage_steps) or the
-    config needs a device (see the module docstring); PolicyError and ApplyError as apply().
+    Raises MachineError if CUDA is visible; PolicyError and ApplyError as apply().
     """
-    _check_runs_without_device(config)
-    if torch.distributed.is_initialized():
-        raise MachineError(
-            "A step on meta tensors was asked for in a process that has a torch.distributed group "
-            "already. Call stage_steps(...), which uses processes of its own."
-        )
     config = meta_config(config)
     config.variable_seq_lengths = bool(shape.lengths)
     with without_cuda.activate(meta=True), fake_ranks(config, stage, shape):
         models = build_chunks(config, shape, build or build_gpt, torch.device("meta"))
         with applied(policy, models):
             return trace_step(models, shape, torch.device("meta"))
-
-
-def _check_runs_without_device(config: Any) -> None:
-    moe = config.num_moe_experts is not None
-    found = {
-        f"context_parallel_size={config.context_parallel_size}": config.context_parallel_size > 1,
-        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
-        f"moe_token_dispatcher_type={config.moe_token_dispatcher_type!r}": moe
-        and config.moe_token_dispatcher_type not in ("alltoall", "allgather"),
-    }
-    refused = [setting for setting, there in found.items() if there]
-    if refused:
-        raise MachineError(
-            f"A step on meta tensors was asked for a config with {', '.join(refused)}, whose code "
-            "runs on CUDA only. Run it without (MoE dispatchers: alltoall, allgather), or measure "
-            "on the device."
-        )
 
 
 def meta_config(config: Any) -> Any:
@@ -277,21 +212,13 @@ def meta_config(config: Any) -> Any:
     return changed
 
 
-@contextlib.contextmanager
-def applied(policy: RecomputePolicy | None, models: list[torch.nn.Module]) -> Iterator[None]:
+def applied(
+    policy: RecomputePolicy | None, models: list[torch.nn.Module]
+) -> contextlib.AbstractContextManager[Any]:
     """In this block the models run a policy; with None their config's own settings."""
-    from megatron_autorecompute.meta import offloading
     from megatron_autorecompute.runtime.apply import apply
 
-    config: Any = models[0].config
-    own = getattr(config, "fine_grained_activation_offloading", False)
-    offloads = own if policy is None else policy.offloads
-    with contextlib.ExitStack() as undo:
-        if offloads:
-            undo.enter_context(offloading.on_meta())
-        if policy is not None:
-            undo.enter_context(apply(policy, models))
-        yield
+    return contextlib.nullcontext() if policy is None else apply(policy, models)
 
 
 # --------------------------------------------------------------------------- model, any device
@@ -383,11 +310,10 @@ def build_hybrid(
     *,
     pattern: str,
     spec: Any,
-    position_embedding_type: str = "none",
-    rotary_percent: float = 1.0,
-    share_embeddings_and_output_weights: bool = False,
+    **ends: Any,
 ) -> torch.nn.Module:
-    """A chunk of a HybridModel, with layers of a `hybrid_stack_spec`."""
+    """A chunk of a HybridModel, with layers of a `hybrid_stack_spec`, and its ends as HybridModel
+    takes them."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     return HybridModel(
@@ -398,10 +324,8 @@ def build_hybrid(
         hybrid_layer_pattern=pattern,
         pre_process=pre_process,
         post_process=post_process,
-        position_embedding_type=position_embedding_type,
-        rotary_percent=rotary_percent,
-        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
         vp_stage=vp_stage,
+        **ends,
     )
 
 

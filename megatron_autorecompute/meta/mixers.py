@@ -80,56 +80,6 @@ class ScanShape:
         return 3 * conv + 3 * scores + 5 * states + 3 * within
 
 
-class _Scan(torch.autograd.Function):
-    """Convolution, scan and gate. Saves: the projection [batch, length, z x B C dt], the
-    convolution's weights, the scan's output before the gate, A, D and the bias of dt.
-    `MambaSplitConv1dScanCombinedFn` without norm and output projection. States are in fp32."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        zxbcdt: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        dt_bias: torch.Tensor,
-        a: torch.Tensor,
-        d: torch.Tensor,
-        shape: ScanShape,
-    ) -> torch.Tensor:
-        new, s = zxbcdt.new_empty, shape
-        conv = new(s.batch, s.length, s.mixed)
-        steps = [_by_head(new, s) for _ in range(2)]  # dt, and its sums times A
-        states = new(s.batch, s.chunks, s.heads, s.width * s.state, dtype=_FP32)
-        states, last = states.to(zxbcdt.dtype), new(_state_size(s), dtype=_FP32)
-        scores = new(s.batch, s.chunks, s.groups, s.chunk, s.chunk, dtype=_FP32)
-        out, before_gate = (new(s.batch, s.length, s.inner) for _ in range(2))
-        ops.kernel([zxbcdt, conv, *steps, states, scores, out, before_gate], s.forward_flops)
-        del conv, steps, states, last, scores
-        ctx.save_for_backward(zxbcdt, weight, bias, before_gate, a, d, dt_bias)
-        ctx.shape = shape
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        zxbcdt, weight, bias, before_gate, a, d, dt_bias = ctx.saved_tensors
-        new, s = zxbcdt.new_empty, ctx.shape
-        conv, dzxbcdt = new(s.batch, s.length, s.mixed), torch.empty_like(zxbcdt)
-        dconv = torch.empty_like(conv)
-        steps = [new(s.tokens, s.heads), _by_head(new, s), _by_head(new, s)]
-        scores = new(s.batch, s.chunks, s.groups, s.chunk, s.chunk, dtype=_FP32)
-        states = new(s.batch, s.chunks, s.heads, s.width * s.state, dtype=_FP32)
-        states = torch.empty_like(states)  # passed from chunk to chunk, in the same dtype
-        last, dout = new(_state_size(s), dtype=_FP32), torch.empty_like(before_gate)
-        dstates = torch.empty_like(states)
-        dstates, states = dstates.to(zxbcdt.dtype), states.to(zxbcdt.dtype)
-        moved = [zxbcdt, conv, dzxbcdt, dconv, *steps, scores, states, dstates, before_gate, dout]
-        ops.kernel([*moved, gradient], s.backward_flops)
-        more = [*_gradients_of_steps(new, s)]
-        del conv, dconv, steps, scores, states, last, dout, dstates, moved, more
-        like = (torch.empty_like(one) for one in (weight, bias, dt_bias, a, d))
-        return dzxbcdt, *like, None
-
-
 def _by_head(new: Any, s: ScanShape) -> torch.Tensor:
     return cast(torch.Tensor, new(s.batch, s.heads, s.chunks, s.chunk, dtype=_FP32))
 
@@ -161,29 +111,49 @@ def split_conv1d_scan(
     ngroups: int,
     **_: Any,
 ) -> torch.Tensor:
-    """Stands for `mamba_split_conv1d_scan_combined`, as Megatron's training path calls it.
+    """Stands for `mamba_split_conv1d_scan_combined`, as Megatron's training path calls it:
+    convolution, scan and gate.
 
-    zxbcdt [batch, length, z x B C dt]; returns [batch, length, heads x headdim].
+    Saves: the projection zxbcdt [batch, length, z x B C dt], the convolution's weights, the scan's
+    output before the gate, A, D and the bias of dt. `MambaSplitConv1dScanCombinedFn` without norm
+    and output projection. States are in fp32. Returns [batch, length, heads x headdim].
     """
     heads = D.shape[0]
     state = (weight.shape[0] - heads * headdim) // ngroups // 2
     batch, length = zxbcdt.shape[:2]
-    shape = ScanShape(batch, length, heads, headdim, ngroups, state, chunk_size)
-    return cast(torch.Tensor, _Scan.apply(zxbcdt, weight, bias, dt_bias, a, D, shape))
+    s = ScanShape(batch, length, heads, headdim, ngroups, state, chunk_size)
 
+    def run(zxbcdt: torch.Tensor, *rest: torch.Tensor) -> ops.Ran:
+        new = zxbcdt.new_empty
+        conv = new(s.batch, s.length, s.mixed)
+        steps = [_by_head(new, s) for _ in range(2)]  # dt, and its sums times A
+        states = new(s.batch, s.chunks, s.heads, s.width * s.state, dtype=_FP32)
+        states, last = states.to(zxbcdt.dtype), new(_state_size(s), dtype=_FP32)
+        scores = new(s.batch, s.chunks, s.groups, s.chunk, s.chunk, dtype=_FP32)
+        out, before_gate = (new(s.batch, s.length, s.inner) for _ in range(2))
+        ops.kernel([zxbcdt, conv, *steps, states, scores, out, before_gate], s.forward_flops)
+        del conv, steps, states, last, scores
+        return out, (zxbcdt, before_gate, *rest), backward
 
-class _GroupNorm(torch.autograd.Function):
-    """Saves: input, and one fp32 per token and group. `LayerNormFn` of layernorm_gated.py."""
+    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+        zxbcdt, before_gate, *rest = saved
+        new = zxbcdt.new_empty
+        conv, dzxbcdt = new(s.batch, s.length, s.mixed), torch.empty_like(zxbcdt)
+        dconv = torch.empty_like(conv)
+        steps = [new(s.tokens, s.heads), _by_head(new, s), _by_head(new, s)]
+        scores = new(s.batch, s.chunks, s.groups, s.chunk, s.chunk, dtype=_FP32)
+        states = new(s.batch, s.chunks, s.heads, s.width * s.state, dtype=_FP32)
+        states = torch.empty_like(states)  # passed from chunk to chunk, in the same dtype
+        last, dout = new(_state_size(s), dtype=_FP32), torch.empty_like(before_gate)
+        dstates = torch.empty_like(states)
+        dstates, states = dstates.to(zxbcdt.dtype), states.to(zxbcdt.dtype)
+        moved = [zxbcdt, conv, dzxbcdt, dconv, *steps, scores, states, dstates, before_gate, dout]
+        ops.kernel([*moved, gradient], s.backward_flops)
+        more = [*_gradients_of_steps(new, s)]
+        del conv, dconv, steps, scores, states, last, dout, dstates, moved, more
+        return dzxbcdt, *(torch.empty_like(one) for one in rest)
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, groups: int) -> torch.Tensor:
-        y, statistics = ops.norm(x.unflatten(-1, (groups, -1)), weight)
-        ctx.save_for_backward(x, statistics)
-        return y.flatten(-2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ops.norm_backward(gradient, *ctx.saved_tensors), None, None
+    return cast(torch.Tensor, ops.kernel_with_backward(run, zxbcdt, weight, bias, dt_bias, a, D))
 
 
 class GroupNorm(torch.nn.Module):
@@ -197,8 +167,17 @@ class GroupNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, **factory))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Same shape as x."""
-        return cast(torch.Tensor, _GroupNorm.apply(x, self.weight, self.groups))
+        """Same shape as x. Saves: input, and one fp32 per token and group. `LayerNormFn` of
+        layernorm_gated.py."""
+
+        def run(x: torch.Tensor, weight: torch.Tensor) -> ops.Ran:
+            y, statistics = ops.norm(x.unflatten(-1, (self.groups, -1)), weight)
+            return y.flatten(-2), (x, statistics), backward
+
+        def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+            return ops.norm_backward(gradient, *saved), None
+
+        return cast(torch.Tensor, ops.kernel_with_backward(run, x, self.weight))
 
 
 class PackedIndices:
@@ -240,40 +219,6 @@ CHUNK = 64
 """Tokens that fla's kernels take at once."""
 
 
-class _Delta(torch.autograd.Function):
-    """Saves: q, k, v, g (fp32), beta, and the solved triangular matrix of every chunk, 64 elements
-    for each token and head. `ChunkGatedDeltaRuleFunction` without its own l2norm."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
-    ) -> torch.Tensor:
-        sums = torch.empty_like(g, dtype=_FP32)
-        solved = k.new_empty(*k.shape[:3], CHUNK)
-        w, u, states, new_v = _recomputed(k, v)
-        out = torch.empty_like(v)
-        ops.kernel([q, k, v, sums, beta, solved, w, u, states, new_v, out], _flops(k, v)[0])
-        del w, u, states, new_v
-        ctx.save_for_backward(q, k, v, sums, beta, solved)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        q, k, v, sums, beta, solved = ctx.saved_tensors
-        w, u, states, new_v = _recomputed(k, v)
-        dv = torch.empty_like(v)
-        dstates, dv_more = torch.empty_like(states), torch.empty_like(v)
-        dq, dk, dw = (torch.empty_like(q) for _ in range(3))
-        moved = [q, k, v, sums, beta, solved, w, u, states, new_v, dstates, dv, dv_more, dq, dk, dw]
-        ops.kernel([*moved, gradient], _flops(k, v)[1])
-        return dq, dk, dv, torch.empty_like(sums), torch.empty_like(beta)
-
-
 def _recomputed(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """w, u, the state before every chunk, and the values that chunks add to it."""
     batch, length, heads, k_width = k.shape
@@ -292,56 +237,66 @@ def _flops(k: torch.Tensor, v: torch.Tensor) -> tuple[int, int]:
 
 
 def chunk_gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    **_: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """Stands for fla's function. q and k [batch, length, heads, k width], v [..., v width], g and
-    beta [batch, length, heads]; returns the shape of v, and no state."""
-    return cast(torch.Tensor, _Delta.apply(q, k, v, g, beta)), None
+    beta [batch, length, heads]; returns the shape of v, and no state.
+
+    Saves: q, k, v, g (fp32), beta, and the solved triangular matrix of every chunk, 64 elements
+    for each token and head. `ChunkGatedDeltaRuleFunction` without its own l2norm."""
+
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+    ) -> ops.Ran:
+        sums = torch.empty_like(g, dtype=_FP32)
+        solved = k.new_empty(*k.shape[:3], CHUNK)
+        w, u, states, new_v = _recomputed(k, v)
+        out = torch.empty_like(v)
+        ops.kernel([q, k, v, sums, beta, solved, w, u, states, new_v, out], _flops(k, v)[0])
+        del w, u, states, new_v
+        return out, (q, k, v, sums, beta, solved), backward
+
+    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+        q, k, v, sums, beta, _ = saved
+        w, u, states, new_v = _recomputed(k, v)
+        dv = torch.empty_like(v)
+        dstates, dv_more = torch.empty_like(states), torch.empty_like(v)
+        dq, dk, dw = (torch.empty_like(q) for _ in range(3))
+        moved = [*saved, w, u, states, new_v, dstates, dv, dv_more, dq, dk, dw]
+        ops.kernel([*moved, gradient], _flops(k, v)[1])
+        return dq, dk, dv, torch.empty_like(sums), torch.empty_like(beta)
+
+    return cast(torch.Tensor, ops.kernel_with_backward(run, q, k, v, g, beta)), None
 
 
-class _Convolution(torch.autograd.Function):
-    """Saves: input and weight. `CausalConv1dFunction` with the activation inside."""
+def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    """Stands for fla's function. x [batch, length, channels], weight [channels, taps]. Saves: input
+    and weight. `CausalConv1dFunction` with the activation inside."""
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def run(x: torch.Tensor, weight: torch.Tensor) -> ops.Ran:
         x = x.contiguous()
         y = torch.empty_like(x)
         ops.kernel([x, weight, y], 2 * weight.shape[-1] * x.numel())
-        ctx.save_for_backward(x, weight)
-        return y
+        return y, (x, weight), backward
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, weight = ctx.saved_tensors
+    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+        x, weight = saved
         dx = torch.empty_like(x)
         ops.kernel([x, weight, gradient, dx], 6 * weight.shape[-1] * x.numel())
         return dx, torch.empty_like(weight)
 
-
-def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-    """Stands for fla's function. x [batch, length, channels], weight [channels, taps]."""
-    return cast(torch.Tensor, _Convolution.apply(x, weight)), None
-
-
-class _Unit(torch.autograd.Function):
-    """Saves: output, and one fp32 for each row. `L2NormFunction`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        y, statistics = ops.norm(x, x[..., :1])
-        ctx.save_for_backward(y, statistics)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return ops.norm_backward(gradient, *ctx.saved_tensors)
+    return cast(torch.Tensor, ops.kernel_with_backward(run, x, weight)), None
 
 
 def l2norm(x: torch.Tensor, **_: Any) -> torch.Tensor:
-    """Stands for fla's function; the last dimension gets length 1."""
-    return cast(torch.Tensor, _Unit.apply(x))
+    """Stands for fla's function; the last dimension gets length 1. Saves: output, and one fp32 for
+    each row. `L2NormFunction`."""
+
+    def run(x: torch.Tensor) -> ops.Ran:
+        y, statistics = ops.norm(x, x[..., :1])
+        return y, (y, statistics), backward
+
+    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+        return [ops.norm_backward(gradient, *saved)]
+
+    return cast(torch.Tensor, ops.kernel_with_backward(run, x))

@@ -14,28 +14,27 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import torch
-from megatron.core import activations
-from megatron.core.fusions import fused_bias_geglu
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import (
     layer_modules,
     layer_parts,
     layer_specs,
+    model_facts,
     model_layers,
     stage_layout,
 )
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
-from megatron_autorecompute.meta import expert_rows, kernels, without_cuda
+from megatron_autorecompute.meta import kernels, without_cuda
 from megatron_autorecompute.meta.adapters import add_adapters, has_adapters
 from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.job_config import FIELDS, Resolved
+from megatron_autorecompute.meta.job_config import FIELDS
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
     applied,
@@ -46,9 +45,7 @@ from megatron_autorecompute.meta.meta_step import (
     meta_config,
     trace_step,
 )
-from megatron_autorecompute.meta.static_bytes import COPY_BYTES
 from megatron_autorecompute.meta.without_cuda import deterministic
-from megatron_autorecompute.options import nearest
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import LayerKind
@@ -89,13 +86,6 @@ LEFT_OUT = {
 }
 """Fields that the model is built without: they need a device, or are what is to be planned."""
 
-ACTIVATIONS = {
-    name: getattr(torch.nn.functional, name, None) or getattr(activations, name)
-    for name in get_args(get_type_hints(Resolved)["activation_func"])
-}
-# Megatron has two of this name, and compares with the one that its flag sets.
-ACTIVATIONS["quick_gelu"] = fused_bias_geglu.quick_gelu
-
 
 @dataclass(frozen=True, slots=True)
 class JobKind:
@@ -113,23 +103,14 @@ class JobKind:
 def job_kinds(job: Job) -> tuple[JobKind, ...]:
     """Every kind of decoder layer, in the order of its first layer."""
     found: dict[tuple[bool, bool, bool, str], list[int]] = {}
-    pattern = job.pattern
+    pattern, window = job.pattern, (job.resolved.window_size, job.resolved.window_attn_skip_freq)
     for index, (is_moe, linear) in enumerate(
         zip(job.moe_pattern(), job.linear_pattern(), strict=True)
     ):
         symbol = "" if pattern is None else pattern.symbols[index]
-        windowed = symbol in "*" and not linear and _windowed(job, index)
+        windowed = symbol in "*" and not linear and is_layer_window_attention(*window, index + 1)
         found.setdefault((is_moe, windowed, linear, symbol), []).append(index)
     return tuple(JobKind(*key, tuple(layers)) for key, layers in found.items())
-
-
-def _windowed(job: Job, index: int) -> bool:
-    skip = job.resolved.window_attn_skip_freq
-    if not job.resolved.window_size:
-        return False
-    if isinstance(skip, list):
-        return bool(skip[index])
-    return skip is None or (index + 1) % int(skip) != 0
 
 
 def own_kinds(job: Job, kinds: Sequence[LayerKind]) -> list[LayerKind | None]:
@@ -199,15 +180,15 @@ def built_stage(
     stage: int,
     lengths: tuple[int, ...] = (),
     *,
-    own_setting: bool = False,
+    changed: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[list[torch.nn.Module], StepShape, JobStep]]:
     """The chunks of one stage, the sizes of a step and what runs a microbatch of it; in this block
-    the process is the stage's first rank. They are built without recompute and offload, or with
-    the job's own."""
+    the process is the stage's first rank. They are built without recompute and offload, but
+    for fields of the config that `changed` gives."""
     shape = step_shape(job, num_microbatches, lengths)
     with meta_megatron(job):
         fields = {**overlap_fields(job), "variable_seq_lengths": bool(lengths)}
-        config = megatron_config(job, {**fields, **(_own_setting(job) if own_setting else {})})
+        config = megatron_config(job, {**fields, **(changed or {})})
         with fake_ranks(config, stage, shape):
             build = functools.partial(build_chunk, job=job)
             models = build_chunks(config, shape, build, torch.device("meta"))
@@ -221,12 +202,6 @@ def overlap_fields(job: Job) -> dict[str, bool]:
     """
     names = ("overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release")
     return {name: True for name in names if job.config.get(name)}
-
-
-def _own_setting(job: Job) -> dict[str, Any]:
-    """The job's fields of recompute and offload."""
-    names = (*megatron_fields.NO_RECOMPUTE, *megatron_fields.NO_OFFLOAD)
-    return {name: job.config[name] for name in names if name in job.config}
 
 
 @contextlib.contextmanager
@@ -249,18 +224,6 @@ def counted(
 @contextlib.contextmanager
 def meta_megatron(job: Job) -> Iterator[None]:
     """In this block Megatron runs on meta tensors, with the stand-ins that the job needs."""
-    settings = kernels.Settings(
-        precision=job.precision,
-        userbuffers=job.resolved.tp_comm_overlap,
-        linear_gradients=not job.keeps_dummies("linear"),
-        grouped_gradients=not job.keeps_dummies("grouped"),
-        fuses_gradients=job.fuses_weight_gradients,
-        routers_of_te=job.routers_of_te,
-        softmax_in_place=not job.has_te(2, 19),
-        weight_copy_bytes=2 * COPY_BYTES[job.precision] if job.copies_weights else 0,
-        compiles=job.torch_compile,
-        rows=expert_rows.rows(job),
-    )
     # Without them Megatron warns, under sequence parallelism and (0.19) where it reads a layout's
     # text; nothing runs on a device or beside other ranks here.
     rank = os.environ.get("RANK", "0")
@@ -268,16 +231,17 @@ def meta_megatron(job: Job) -> Iterator[None]:
     with (
         without_cuda.activate(meta=True),
         deterministic(job.resolved.deterministic_mode),
-        kernels.stand_ins(settings),
+        kernels.stand_ins(job),
         quiet,
-        refusals(job),
+        refusals(job.name),
     ):
         yield
 
 
 @contextlib.contextmanager
-def refusals(job: Job) -> Iterator[None]:
-    """Errors that Megatron's code has on a model are OptionError: its fields do not go together."""
+def refusals(name: str) -> Iterator[None]:
+    """Errors that Megatron's code has on a model are OptionError: its fields do not go together.
+    `name` is the job's."""
     try:
         yield
     except (AutorecomputeError, MemoryError):
@@ -288,7 +252,7 @@ def refusals(job: Job) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())
         raise OptionError(
-            f"{job.name}: Megatron cannot run this model: {type(error).__name__} in {place}: "
+            f"{name}: Megatron cannot run this model: {type(error).__name__} in {place}: "
             f"{reason:.300}. Correct the job's fields; if they are right, report this."
         ) from error
 
@@ -530,11 +494,7 @@ def megatron_config(
     pattern = fields.pop("hybrid_layer_pattern", None)
     if pattern is not None:
         check_hybrid(job.name)
-    if isinstance(fields.get("activation_func"), str):
-        fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
-    if isinstance(fields.get("attention_backend"), str):
-        fields["attention_backend"] = AttnBackend[fields["attention_backend"]]
-    config = meta_config(_constructed(job, fields))
+    config = meta_config(model_facts.config_of(fields, job.name))
     stage_layout.note_pattern(config, pattern)
     config.gradient_accumulation_fusion = job.fuses_weight_gradients
     config.masked_softmax_fusion = job.resolved.masked_softmax_fusion
@@ -561,33 +521,8 @@ def check_hybrid(name: str) -> None:
 
 def config_names(latent: bool) -> set[str]:
     """Fields that a job's config may have, with multi-latent attention or without."""
-    names = {field.name for field in dataclasses.fields(_config_type(latent))}
+    names = {field.name for field in dataclasses.fields(model_facts.config_type(latent))}
     return names | set(LEFT_OUT) | {"hybrid_layer_pattern"}
-
-
-def _config_type(latent: bool) -> Any:
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
-
-    return MLATransformerConfig if latent else TransformerConfig
-
-
-def _constructed(job: Job, fields: dict[str, Any]) -> Any:
-    latent = bool(fields.get("multi_latent_attention"))
-    config_type, known = _config_type(latent), config_names(latent)
-    unknown = sorted(set(job.config) - known)
-    if unknown:
-        raise OptionError(
-            f"{job.name}: config names {', '.join(unknown)}, which {config_type.__name__} of the "
-            f"installed megatron-core does not have. The nearest to {unknown[0]} is "
-            f"{nearest(unknown[0], known)}. Correct the names or leave them out."
-        )
-    try:
-        return config_type(**fields)
-    except (AssertionError, ValueError, TypeError) as error:
-        raise OptionError(f"{job.name}: Megatron refuses this config: {error}") from error
 
 
 def _defaults(job: Job) -> dict[str, Any]:

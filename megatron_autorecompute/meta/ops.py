@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,33 @@ def _define(schema: str, meta: Callable[..., Any], flops: Callable[..., int] | N
     if flops:
         FLOPS[name] = flops
     return getattr(torch.ops.megatron_autorecompute, name)
+
+
+Saved = Sequence[Any]
+"""Tensors that a kernel saves for its backward."""
+Gradients = Sequence[torch.Tensor | None]
+"""The gradients of a kernel's inputs, in their order."""
+Ran = tuple[Any, Saved, Callable[..., Gradients]]
+"""A kernel's outputs, what it saves, and its backward: a function of that and of the outputs'
+gradients."""
+
+
+class _Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Ran], *inputs: Any) -> Any:
+        outputs, saved, ctx.run_backward = run(*inputs)
+        ctx.save_for_backward(*saved)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return None, *ctx.run_backward(ctx.saved_tensors, *gradients)
+
+
+def kernel_with_backward(run: Callable[..., Ran], *inputs: torch.Tensor | None) -> Any:
+    """The outputs of `run(*inputs)`, as one node of autograd's graph. What its backward refers to
+    lives until it has run, beside what it saves."""
+    return _Kernel.apply(run, *inputs)
 
 
 def _gemm_flops(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:

@@ -6,7 +6,6 @@ assumptions are listed in the profile and printed with every result made from it
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import hashlib
@@ -21,7 +20,7 @@ import torch
 
 from megatron_autorecompute.compat import model_facts, model_layers, rules
 from megatron_autorecompute.errors import OptionError, ProfileError
-from megatron_autorecompute.meta import expert_rows, offloading
+from megatron_autorecompute.meta import expert_rows
 from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.graph_layers import with_graphs, without_refused
@@ -382,7 +381,6 @@ def _measured(
         apply(nothing, model, groups=()) as applied,
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
-        offloading.on_meta() if whole.may_offload else contextlib.nullcontext(),
         OffloadCounter([model], clock, whole.may_offload).watching() as offloaded,
     ):
         measurement = Measurement(whole, applied, clock, left=lambda: offloaded.found)

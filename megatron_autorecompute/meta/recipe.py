@@ -18,14 +18,7 @@ import torch
 
 from megatron_autorecompute.errors import MachineError, OptionError
 from megatron_autorecompute.meta.devices import Device, device
-from megatron_autorecompute.meta.flags import (
-    DTYPE_NAMES,
-    DTYPES_OF_STATES,
-    OPTIMIZERS,
-    PRECISION_OF_RECIPE,
-    engine,
-    plain_config,
-)
+from megatron_autorecompute.meta.flags import engine, plain_config, settings_of
 from megatron_autorecompute.meta.job import Job, job_from
 from megatron_autorecompute.meta.job_config import IN_A_JOB, refuse_unmodelled
 from megatron_autorecompute.patched import patched
@@ -79,12 +72,28 @@ def job_from_recipe(
     _refuse(name, cfg)
     num_gpus = num_gpus or _gpus(cfg.model)
     _set_overlaps(name, cfg, num_gpus)
-    data = {"name": name, **_model(cfg.model, num_gpus), **_training(cfg)}
-    data |= fields_of_peft(cfg.peft, cfg.model, name)
-    data["vocab_size"] = vocab_size or data["vocab_size"] or _vocabulary(name, cfg.tokenizer)
+    mixed, model = _mixed_precision(cfg), cfg.model
+    data = {
+        "name": name,
+        "described_by": "recipe",
+        "num_gpus": num_gpus,
+        **settings_of(
+            f"The recipe {name}: optimizer",
+            cfg.optimizer,
+            model,
+            cfg.train,
+            cfg.ddp,
+            precision=mixed,
+        ),
+        **_model(model),
+        # Bridge replaces the setting of ddp by that of the precision.
+        "accumulate_allreduce_grads_in_fp32": (mixed or cfg.ddp).grad_reduce_in_fp32,
+        **fields_of_peft(cfg.peft, model, name),
+    }
+    data["vocab_size"] = vocab_size or model.vocab_size or _vocabulary(name, cfg.tokenizer)
     if data.get("precision") == "fp8":
         # Bridge sets the model's recipe of fp8 from the mixed precision when a job starts.
-        data["config"]["fp8_recipe"] = _mixed_precision(cfg).fp8_recipe
+        data["config"]["fp8_recipe"] = mixed.fp8_recipe
     return job_from(data, f"The recipe {name}")
 
 
@@ -149,7 +158,7 @@ def _set_overlaps(name: str, cfg: Any, num_gpus: int) -> None:
         raise OptionError(f"Megatron Bridge refuses the recipe {name}: {error}") from error
 
 
-def _model(model: Any, num_gpus: int) -> dict[str, Any]:
+def _model(model: Any) -> dict[str, Any]:
     from megatron.core.transformer.transformer_config import (
         MLATransformerConfig,
         TransformerConfig,
@@ -167,14 +176,7 @@ def _model(model: Any, num_gpus: int) -> dict[str, Any]:
         known["hybrid_layer_pattern"] = str(pattern)
         known["moe_layer_freq"] = None  # a default; the pattern says it
     return {
-        "described_by": "recipe",
         "config": plain_config(known),
-        "num_gpus": num_gpus,
-        "seq_length": model.seq_length,
-        "vocab_size": model.vocab_size,
-        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
-        "position_embedding_type": model.position_embedding_type,
-        "rotary_percent": getattr(model, "rotary_percent", 1.0),
         "disable_parameter_transpose_cache": config.disable_parameter_transpose_cache,
         "untie_embeddings_and_output_weights": not model.share_embeddings_and_output_weights,
     }
@@ -197,41 +199,6 @@ def _mixed_precision(cfg: Any) -> Any:
 
         mixed = get_mixed_precision_config(mixed)
     return mixed
-
-
-def _training(cfg: Any) -> dict[str, Any]:
-    mixed = _mixed_precision(cfg)
-    found = {
-        "micro_batch_size": cfg.train.micro_batch_size,
-        "global_batch_size": cfg.train.global_batch_size,
-        "use_distributed_optimizer": bool(cfg.ddp.use_distributed_optimizer),
-        "num_distributed_optimizer_instances": getattr(
-            cfg.ddp, "num_distributed_optimizer_instances", 1
-        ),
-        "overlap_grad_reduce": bool(cfg.ddp.overlap_grad_reduce),
-        "overlap_param_gather": bool(cfg.ddp.overlap_param_gather),
-        # Bridge replaces the setting of ddp by that of the precision.
-        "accumulate_allreduce_grads_in_fp32": (mixed or cfg.ddp).grad_reduce_in_fp32,
-    }
-    kind = str(getattr(cfg.optimizer, "optimizer", "adam"))
-    if kind.removeprefix("dist_") not in OPTIMIZERS:
-        raise OptionError(
-            f"The recipe's optimizer is {kind}: only {' and '.join(OPTIMIZERS)} are known, because "
-            "the bytes of others' states are not counted."
-        )
-    found["optimizer"] = kind.removeprefix("dist_")
-    layer_wise = getattr(cfg.optimizer, "use_layer_wise_distributed_optimizer", False)
-    found["use_distributed_optimizer"] |= kind.startswith("dist_") or bool(layer_wise)
-    if cfg.optimizer.use_precision_aware_optimizer:
-        found["use_precision_aware_optimizer"] = True
-        for name in DTYPES_OF_STATES:
-            found[name] = DTYPE_NAMES[str(getattr(cfg.optimizer, name))]
-    if mixed is not None and mixed.fp8:
-        found["precision"] = PRECISION_OF_RECIPE.get(mixed.fp8_recipe, "fp8")
-        found["fp8_param_gather"] = bool(mixed.fp8_param_gather)
-    if mixed is not None and mixed.fp4:
-        found["precision"] = "nvfp4"
-    return found
 
 
 def _gpus(config: Any) -> int:

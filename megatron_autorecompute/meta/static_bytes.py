@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import ELEMENT_BYTES, Job
+from megatron_autorecompute.meta.job_config import PRECISIONS
 from megatron_autorecompute.profile import StaticBytes
 from megatron_autorecompute.units import GIB
 
@@ -129,12 +130,6 @@ def expert_data_parallel(job: Job) -> int:
     return max(1, job.num_gpus // ranks)
 
 
-COPY_BYTES = {"fp8": 1, "fp8_block": 1 + 4 / 128**2, "mxfp8": 1 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
-"""Bytes for each element of a quantised weight in one layout. TE pytorch/tensor: Float8Tensor,
-Float8BlockwiseQTensor (an fp32 scale for 128 x 128 elements), MXFP8Tensor (a byte for 32),
-NVFP4Tensor (a byte for 16)."""
-
-
 def weight_bytes(job: Job, device: Device) -> float:
     """Bytes for each weight of a layer that multiplies in the job's precision.
 
@@ -146,7 +141,7 @@ def weight_bytes(job: Job, device: Device) -> float:
     if job.precision == "bf16" or job.copies_weights:
         return 2.0
     once = job.precision == "fp8" and not device.needs_fp8_transposes
-    return (1 if once else 2) * COPY_BYTES[job.precision] + 2 * job.keeps_bf16_weights
+    return (1 if once else 2) * PRECISIONS[job.precision].copy_bytes + 2 * job.keeps_bf16_weights
 
 
 def state_bytes(job: Job) -> int:

@@ -20,14 +20,15 @@ from megatron_autorecompute.errors import OptionError, ProfileError, Verificatio
 from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.job import Job, job_from
 from megatron_autorecompute.meta.meta_step import (
+    Build,
     StageStep,
     build_gpt,
     build_local,
     in_processes,
-    stage_steps,
+    stage_step,
     workers,
 )
-from megatron_autorecompute.meta.model import run_stage
+from megatron_autorecompute.meta.model import refusals, run_stage
 from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES, pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import layout_text
@@ -311,28 +312,26 @@ def run_stages_of(
             "--device, but stand-ins run here, whose bytes may differ. Verify the plan of a "
             "profile made by estimate, or on the device with --recompute-policy @PLAN."
         )
+    run: Callable[[int], StageStep]
+    own = _on_all_ranks(plan, lengths) or [()] * len(num_microbatches)
     if "job" in facts:  # made without a device
         job = job_from(facts["job"], "The profile's model.facts.job")
         piped = replace(job, config={**job.config, **_pipeline_fields(plan)})
-        own = _on_all_ranks(plan, lengths) or [()] * len(num_microbatches)
-        run = functools.partial(_run_numbered, piped, tuple(num_microbatches), own, plan.policy)
-        numbers = range(len(num_microbatches))
-        in_processes(run, numbers, workers(len(numbers)), done)
-        return
-    config, build = rebuilt(plan)
-    stage_steps(
-        config,
-        _shape(plan),
-        policy=plan.policy,
-        build=build,
-        max_workers=workers(len(num_microbatches)),
-        done=done,
-        num_microbatches=num_microbatches,
-        lengths=_on_all_ranks(plan, lengths),
-    )
+        run = functools.partial(_run_job, piped, tuple(num_microbatches), own, plan.policy)
+    else:
+        config, build = rebuilt(plan)
+        shape = _shape(plan)
+        shapes = [
+            replace(shape, num_microbatches=number, lengths=each)
+            for number, each in zip(num_microbatches, own, strict=True)
+        ]
+        name = plan.profile.model.name
+        run = functools.partial(_run_rebuilt, name, config, shapes, plan.policy, build)
+    numbers = range(len(num_microbatches))
+    in_processes(run, numbers, workers(len(numbers)), done)
 
 
-def _run_numbered(
+def _run_job(
     job: Job,
     num_microbatches: Sequence[int],
     lengths: Sequence[tuple[int, ...]],
@@ -341,6 +340,19 @@ def _run_numbered(
 ) -> StageStep:
     stage = number % job.size("pipeline")
     return run_stage(job, num_microbatches[number], policy, stage, lengths[number])
+
+
+def _run_rebuilt(
+    name: str,
+    config: Any,
+    shapes: Sequence[StepShape],
+    policy: RecomputePolicy,
+    build: Build,
+    number: int,
+) -> StageStep:
+    with refusals(name):
+        stage = number % config.pipeline_model_parallel_size
+        return stage_step(config, stage, shapes[number], policy, build)
 
 
 def _on_all_ranks(
@@ -427,7 +439,8 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
         )
     fields = _pipeline_fields(plan)
     pattern = fields.pop("hybrid_layer_pattern", None)
-    config = model_facts.rebuilt_config(facts["transformer_config"], fields)
+    source = "The profile's transformer_config"
+    config = model_facts.config_of({**facts["transformer_config"], **fields}, source)
     stage_layout.note_pattern(config, pattern)
     ends = {name: facts[name] for name in model_facts.NAMES[-2:]}
     if pattern is None:

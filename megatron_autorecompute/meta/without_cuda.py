@@ -1,7 +1,7 @@
 """What megatron-core 0.16 - 0.19 needs to run without CUDA: on CPU with gloo, or on meta tensors.
 
 Megatron-core assumes a CUDA device in a few dozen places. ``activate()`` puts a stand-in at each of
-them, and ``deactivate()`` restores every original object. Importing this module changes nothing. If
+them, and at its end every original object is there again. Importing this module changes nothing. If
 CUDA is available, activation is refused: use the real device.
 
 The stand-ins do not change results: a run with recompute equals one without, bit for bit, because
@@ -39,55 +39,32 @@ from typing import Any
 import torch
 
 from megatron_autorecompute.errors import MachineError
-from megatron_autorecompute.meta.ops import generator_states
+from megatron_autorecompute.meta.ops import (
+    Gradients,
+    Ran,
+    Saved,
+    generator_states,
+    kernel_with_backward,
+)
 from megatron_autorecompute.patched import patched, unchanged_environ
 from megatron_autorecompute.runtime.live_bytes import count_once
 
 Patch = tuple[Any, str, Any]  # (owner, attribute name, replacement)
 
-_active: Activation | None = None
+_active: dict[str, contextlib.ExitStack] = {}
+"""What restores everything, by who has activated the stand-ins; at most one. Held here, because
+nothing may restore them before its time."""
 
 
-class Activation:
-    """The active stand-ins; a context manager that removes them at its end.
-
-    ``device`` is what ``torch.cuda.current_device()`` returns meanwhile: cpu or meta.
-    """
-
-    def __init__(self, device: torch.device, training: bool, holder: str) -> None:
-        self.device = device
-        self.holder = holder
-        with contextlib.ExitStack() as undo:
-            undo.enter_context(_eager_only())
-            for patches in _PATCHES + (_TRAINING if training else ()):
-                for patch in patches(device):
-                    undo.enter_context(patched(*patch))
-            undo.enter_context(_quiet_rng_warning())
-            self._undo = undo.pop_all()
-
-    def deactivate(self) -> None:
-        """Restore every original; a second call does nothing."""
-        global _active
-        self._undo.close()
-        if _active is self:
-            _active = None
-
-    def __enter__(self) -> Activation:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.deactivate()
-
-
-def activate(*, meta: bool = False, training: bool = False) -> Activation:
-    """Let megatron-core run without CUDA until ``deactivate()`` of what is returned.
+def activate(*, meta: bool = False, training: bool = False) -> contextlib.ExitStack:
+    """Let megatron-core run without CUDA until the end of a `with` block of what is returned, or
+    its ``close()``.
 
     meta: for meta tensors (a meta step): no RNG state is kept, MoE tokens are routed evenly.
     training: also replace what ``megatron.training`` (in wheels from 0.17 on) needs of the machine.
 
     Raises MachineError if CUDA is available, or if already active (naming who activated it).
     """
-    global _active
     caller = sys._getframe(1)  # inspect.stack looks through every module, for 0.2 s
     holder = f"{caller.f_code.co_filename}:{caller.f_lineno}"
     if torch.cuda.is_available():
@@ -95,13 +72,21 @@ def activate(*, meta: bool = False, training: bool = False) -> Activation:
             f"{holder} asked to run Megatron without CUDA, but CUDA is available here. Run on the "
             "device, or hide it with CUDA_VISIBLE_DEVICES= (empty) before Python starts."
         )
-    if _active is not None:
+    for other in _active:
         raise MachineError(
-            f"{holder} asked to run Megatron without CUDA, but {_active.holder} already did and "
-            "still holds it. Call deactivate() on what activate() returned there first."
+            f"{holder} asked to run Megatron without CUDA, but {other} already did and "
+            "still holds it. Call close() on what activate() returned there first."
         )
-    _active = Activation(torch.device("meta" if meta else "cpu"), training, holder)
-    return _active
+    device = torch.device("meta" if meta else "cpu")
+    with contextlib.ExitStack() as undo:
+        undo.enter_context(_eager_only())
+        for patches in _PATCHES + (_TRAINING if training else ()):
+            for patch in patches(device):
+                undo.enter_context(patched(*patch))
+        undo.enter_context(_quiet_rng_warning())
+        undo.callback(_active.clear)
+        _active[holder] = undo.pop_all()
+    return _active[holder]
 
 
 @contextlib.contextmanager
@@ -476,19 +461,6 @@ def _moe(device: torch.device) -> Iterator[Patch]:
         yield module, "maybe_move_tensor_to_cpu", move
 
 
-class _MaskedSelect(torch.autograd.Function):
-    """masked_select of a known count on meta tensors; saves what the real one saves."""
-
-    @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, mask: torch.Tensor, count: int) -> torch.Tensor:
-        ctx.save_for_backward(source, mask)
-        return source.new_empty(count)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return torch.zeros_like(ctx.saved_tensors[0]), None, None
-
-
 def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
     """Symptom: "Tensor on device cpu is not on the expected device meta!" in a second run.
 
@@ -556,9 +528,48 @@ def _even_map(config: Any, like: torch.Tensor) -> torch.Tensor:
     return even.scatter_(1, chosen.view(tokens, -1), True)
 
 
+def _offload(device: torch.device) -> Iterator[Patch]:
+    """Symptom: "TE CPU offload is not available"; nothing leaves, as tensors are not on CUDA; a
+    table of what was offloaded is printed in the middle of the output.
+
+    Upstream: fine_grained_activation_offload.py. A meta tensor has nothing to copy: what leaves is
+    freed, and what comes back is made anew, in no time. The manager goes at the end.
+    Remove when: never; a meta step has no host memory.
+    """
+    if device.type != "meta":
+        return
+    from megatron_autorecompute.compat.offload_modules import has_no_next_group
+
+    offload = _module("megatron.core.pipeline_parallel.fine_grained_activation_offload")
+    handler = offload.ChunkOffloadHandler
+    engine = types.SimpleNamespace(CPUOffloadEnabled=False)
+    yield _module("megatron.core.extensions.transformer_engine"), "cpu_offload", engine
+    yield offload, "print_offload_summary_table", lambda total_bytes: None
+    yield offload.PipelineOffloadManager, "OFFLOAD_MGR", None
+    yield handler, "offload", lambda _, source, **__: _left(source)
+    yield handler, "reload", lambda _, left: torch.empty(left[0], dtype=left[1], device=device)
+    yield handler, "finish_all_groups", has_no_next_group
+    if hasattr(handler, "_can_manage_tensor_for_offload"):
+        managed = staticmethod(lambda tensor: not isinstance(tensor, torch.nn.Parameter))
+        yield handler, "_can_manage_tensor_for_offload", managed
+
+
+def _left(source: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    if not source.is_contiguous():  # what is copied is contiguous
+        torch.empty_like(source, memory_format=torch.contiguous_format)
+    return source.shape, source.dtype
+
+
 def _select(count: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-    """`masked_select` that finds `count`."""
-    return lambda source, mask: _MaskedSelect.apply(source, mask, count)
+    """`masked_select` of meta tensors that finds `count`; saves what the real one saves."""
+
+    def run(source: torch.Tensor, mask: torch.Tensor) -> Ran:
+        return source.new_empty(count), (source, mask), backward
+
+    def backward(saved: Saved, _: torch.Tensor) -> Gradients:
+        return torch.zeros_like(saved[0]), None
+
+    return lambda source, mask: kernel_with_backward(run, source, mask)
 
 
 def _mla(device: torch.device) -> Iterator[Patch]:
@@ -652,6 +663,7 @@ _PATCHES: tuple[Callable[[torch.device], Iterator[Patch]], ...] = (
     _moe,
     _kept_by_the_process,
     _even_routing,
+    _offload,
     _mla,
 )
 _TRAINING: tuple[Callable[[torch.device], Iterator[Patch]], ...] = (_machine, _training_start)

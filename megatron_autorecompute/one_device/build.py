@@ -2,21 +2,26 @@
 
 Megatron's own modules run here, of the job's true shapes on one rank. All other ranks are those of
 torch's fake process group, which moves no data: a gathered tensor is this rank's part, repeated.
+All other ranks' tokens being copies of this rank's, no routing would be a real one. So routers give
+every expert equally many tokens, whatever their weights say: a token goes to the next top-k experts
+in turn, as in a meta step.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from importlib import util
 from typing import Any
 
 import torch
 
-from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.errors import MachineError, OptionError, ProfileError
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.fake_ranks import fake_ranks
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import PRECISIONS
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
     Shard,
@@ -26,19 +31,11 @@ from megatron_autorecompute.meta.model import (
     shard_config,
     step_shape,
 )
-from megatron_autorecompute.one_device.even_routing import even_routing
 from megatron_autorecompute.packages import lacking_kernels
-from megatron_autorecompute.patched import patched_environ
+from megatron_autorecompute.patched import patched, patched_environ
 from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES
 
 SEED = 1234
-PRECISIONS = {
-    "fp8": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
-    "fp8_block": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
-    "mxfp8": {"fp8": "e4m3", "fp8_recipe": "mxfp8"},
-    "nvfp4": {"fp4": "e2m1", "fp4_recipe": "nvfp4"},
-}
-"""Megatron's fields for a job's precision. Fields of the job's config replace them."""
 RUN_HERE = ("fp8", "fp4", "fp8_recipe", "moe_permute_fusion", "moe_router_fusion")
 """Fields of the model on a device that the model on meta tensors is built without."""
 
@@ -107,7 +104,7 @@ def shard(job: Job, device: torch.device) -> Iterator[Shard]:
     Raises OptionError for a config that Megatron refuses.
     """
     quiet = patched_environ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"})
-    with quiet, megatron_on(device), even_routing(), refusals(job):
+    with quiet, megatron_on(device), even_routing(), refusals(job.name):
         config, kind_of = shard_config(job, [1] * len(job_kinds(job)), left_out(job))
         set_for_the_device(config, job)
         shape = step_shape(job, 1)
@@ -119,8 +116,8 @@ def shard(job: Job, device: torch.device) -> Iterator[Shard]:
 
 def set_for_the_device(config: Any, job: Job) -> None:
     """Give a config for meta tensors what a device has and they lack."""
-    for name, value in _precision(job).items():
-        setattr(config, name, value)
+    for name, value in PRECISIONS[job.precision].fields.items():
+        setattr(config, name, job.config.get(name) or value)
     config.perform_initialization = True
     config.gradient_accumulation_fusion = adds_in_the_product(job)
     config.masked_softmax_fusion &= has_fused_softmax()
@@ -168,11 +165,6 @@ def has_fused_softmax() -> bool:
     return util.find_spec("scaled_masked_softmax_cuda") is not None
 
 
-def _precision(job: Job) -> dict[str, Any]:
-    fields = PRECISIONS.get(job.precision, {})
-    return {name: job.config.get(name) or value for name, value in fields.items()}
-
-
 @contextlib.contextmanager
 def megatron_on(device: torch.device) -> Iterator[None]:
     """Megatron runs on this device in this block: without CUDA, or on one device of it alone."""
@@ -186,3 +178,73 @@ def seed() -> None:
 
     torch.manual_seed(SEED)
     model_parallel_cuda_manual_seed(SEED, force_reset_rng=True)
+
+
+# ------------------------------------------------------------------------------------ even routing
+
+
+_FAVOUR = 100.0
+"""Added to the chosen experts' logits, which are kept within +-10."""
+
+
+@contextlib.contextmanager
+def even_routing() -> Iterator[None]:
+    """In this block Megatron's routers choose evenly.
+
+    Logits are changed in place and out of autograd's sight, so that nothing else is kept than in a
+    job. Scores, losses and permutation are Megatron's own.
+    """
+    from megatron.core.transformer.moe import router
+    from megatron.core.transformer.moe.router import Router
+
+    original = Router.gating
+
+    @functools.wraps(original)
+    def gating(self: Any, input: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = original(self, input)
+        favour = _favour(logits.numel() // self.num_experts, self.num_experts, self.topk, logits)
+        # What is no number would be chosen first, for all tokens alike.
+        logits.data.nan_to_num_(0.0, 0.0, 0.0).clamp_(-10, 10).add_(favour.view_as(logits))
+        return logits
+
+    made: dict[Any, torch.Tensor] = {}
+
+    def _favour(tokens: int, experts: int, topk: int, like: torch.Tensor) -> torch.Tensor:
+        key = (tokens, experts, topk, like.dtype, like.device)
+        if key not in made:
+            chosen = torch.arange(tokens * topk, device=like.device) % experts
+            made[key] = like.new_zeros(tokens, experts).scatter_(
+                1, chosen.view(tokens, topk), _FAVOUR
+            )
+        return made[key]
+
+    def forced(logits: torch.Tensor) -> torch.Tensor:
+        """Logits in place of random ones, which balance in the mean only; equally large."""
+        return logits.clone()
+
+    with patched(Router, "gating", gating), patched(router, "apply_random_logits", forced):
+        yield
+
+
+@contextlib.contextmanager
+def routing_checked(model: torch.nn.Module) -> Iterator[None]:
+    """In this block a router that does not choose evenly is found.
+
+    Raises ProfileError, as for `sinkhorn` and for groups of experts that are too narrow.
+    """
+    from megatron.core.transformer.moe.router import Router
+
+    def check(_: Any, __: Any, output: Sequence[torch.Tensor]) -> None:
+        counts = output[1].sum(0)
+        least, most = int(counts.min()), int(counts.max())
+        if most - least > 1:
+            raise ProfileError(
+                "This router's settings do not let every expert have equally many tokens: they got "
+                f"{least} to {most}. Measure such a model in the job, by auto."
+            )
+
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    with contextlib.ExitStack() as undo:
+        for router in routers:
+            undo.callback(router.register_forward_hook(check).remove)
+        yield

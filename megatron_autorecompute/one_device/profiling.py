@@ -34,7 +34,7 @@ from megatron_autorecompute.meta.profiling import (
 )
 from megatron_autorecompute.meta.roofline import Communication
 from megatron_autorecompute.meta.static_bytes import Parameters
-from megatron_autorecompute.one_device import build, default_repeats, even_routing
+from megatron_autorecompute.one_device import build, default_repeats
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     MEASURED_ON_ONE_DEVICE,
@@ -182,7 +182,7 @@ def _measured(
             for number, _ in enumerate(measurement.policies()):
                 watched("bytes", number, measurement.watch(memory, times=False))
 
-        with even_routing.checked(model), _short_of_memory(job, "none"):
+        with build.routing_checked(model), _short_of_memory(job, "none"):
             run()
         if on_cuda:
             # Code is compiled or tuned, buffers are made. Sets of modules run nothing else.

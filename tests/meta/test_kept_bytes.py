@@ -233,7 +233,7 @@ def test_the_compiled_backward_of_the_fused_cross_entropy_makes_one_fp32_copy_mo
         return live.peak_bytes
 
     plain = peak_bytes()
-    with kernels.stand_ins(kernels.Settings()):
+    with kernels.stand_ins(job()):
         assert peak_bytes() - plain == 4 * rows * columns
     assert peak_bytes() == plain
 

@@ -12,17 +12,18 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import torch
 
-from megatron_autorecompute.errors import MachineError
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
     build_chunks,
     build_gpt,
+    in_processes,
     stage_step,
-    stage_steps,
     trace_step,
 )
+from megatron_autorecompute.meta.model import refusals
 from megatron_autorecompute.planner.cost.schedule import Event, Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from testing.ranks import fresh_processes, run_ranks
@@ -40,6 +41,7 @@ BLOCK_1 = {
     "recompute_method": "block",
     "recompute_num_layers": 1,
 }
+FLEX = {"moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2}
 CAPACITY = {
     "moe_expert_capacity_factor": 1.0,
     "moe_pad_expert_input_to_capacity": True,
@@ -270,37 +272,40 @@ def expert_peak_bytes(expert_ranks: int) -> int:
 @pytest.mark.any_version
 def test_stages_in_processes_of_their_own_give_the_same(fresh_process):
     both_stages = fresh_process(meta_stages, "dense", PP2, None)
-    assert stages_in_own_processes([1, 0]) == both_stages[::-1]
+    assert list(in_processes(one_stage, [1, 0])) == both_stages[::-1]
 
 
-def stages_in_own_processes(stages: list[int]) -> list[StageStep]:
-    config = small_config("dense", PP2)
-    config.timers = lambda: None  # a running job's callbacks must not keep it from travelling
-    return list(stage_steps(config, shape_of(PP2), stages=stages))
+def one_stage(stage: int) -> StageStep:
+    return stage_step(small_config("dense", PP2), stage, shape_of(PP2))
 
 
-def test_process_with_a_process_group_is_told_what_to_call():
-    assert run_ranks(refused_meta_step, 1, activate=False) == [None]  # or its error is raised
+@pytest.mark.parametrize(
+    ("kind", "fields", "said"),
+    [
+        ("moe", FLEX, "DeepEP is not installed"),
+        ("dense", {"context_parallel_size": 2}, "supported by TEDotProductAttention"),
+    ],
+)
+def test_a_config_that_needs_a_device_is_refused_with_megatrons_reason(
+    fresh_process, kind, fields, said
+):
+    with pytest.raises(OptionError, match=said):
+        fresh_process(refused_stage, kind, fields)
 
 
-def refused_meta_step() -> None:
-    with pytest.raises(MachineError, match=r"Call stage_steps\("):
-        stage_step(small_config("dense", {}), 0, SHAPE)
-
-
-def test_config_that_needs_a_device_is_refused_with_its_setting(fresh_process):
-    with pytest.raises(MachineError, match="moe_token_dispatcher_type='flex'"):
-        fresh_process(meta_stages, "moe", {"moe_token_dispatcher_type": "flex"}, None)
+def refused_stage(kind: str, fields: dict) -> None:
+    with refusals("this model"):
+        stage_step(small_config(kind, fields), 0, dataclasses.replace(SHAPE, data_parallel_size=2))
 
 
 def test_a_meta_step_leaves_neither_process_group_nor_stand_ins(fresh_process):
     fresh_process(meta_stages, "dense", {}, None)
     assert fresh_process(torch.distributed.is_initialized) is False
-    fresh_process(activate_and_deactivate)
+    fresh_process(activate_and_close)
 
 
-def activate_and_deactivate() -> None:
-    without_cuda.activate().deactivate()
+def activate_and_close() -> None:
+    without_cuda.activate().close()
 
 
 # ------------------------------------------------------------------------------ boundary tensors

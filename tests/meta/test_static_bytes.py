@@ -140,7 +140,7 @@ def held(the_job):
     """Bytes that a layer holds after forward, and its weights."""
     with shard(the_job, [1]) as built:
         (layer,) = built.model.decoder.layers
-        weights = [m.weight for m in layer.modules() if isinstance(m, kernels.LINEAR_TYPES)]
+        weights = [m.weight for m in layer.modules() if isinstance(m, kernels.LinearModule)]
         x = torch.empty(512, 1, 256, dtype=torch.bfloat16, device="meta", requires_grad=True)
         with LiveBytes([x, *layer.parameters()]) as live:
             kept = layer(x, attention_mask=None)
@@ -191,7 +191,7 @@ def own_optimizer(model, the_job):
         id(m.weight)
         for m in model.modules()
         if the_job.precision != "bf16"
-        if isinstance(m, kernels.LINEAR_TYPES)
+        if isinstance(m, kernels.LinearModule)
     }
     with (
         LiveBytes(model.parameters()) as live,

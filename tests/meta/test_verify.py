@@ -139,12 +139,12 @@ def verified(profile, tmp_path, captured, pp, vp):
 def test_piped_lines_are_printed_as_soon_as_their_stage_is_done(monkeypatch, profile, tmp_path):
     printed_before = []
 
-    def stages_one_by_one(config, shape, *, done, **_):
+    def stages_one_by_one(plan, num_microbatches, done):
         for stage in range(4):
             printed_before.append(out.getvalue().count("\n"))
             done(SimpleNamespace(peak_bytes=1, peak_span=SimpleNamespace(where=stage)))
 
-    monkeypatch.setattr(verify, "stage_steps", stages_one_by_one)
+    monkeypatch.setattr(verify, "run_stages_of", stages_one_by_one)
     path = tmp_path / "plan.json"
     plan_of(profile, pp=4).save(path)
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -160,10 +160,10 @@ def test_a_stage_runs_no_more_microbatches_than_its_peak_needs(monkeypatch, prof
     plan = make_plan(problem.at(max(choice.peak_bytes for choice in problem.stages.fastest)))
     asked = []
 
-    def no_run(config, shape, *, num_microbatches, **_):
+    def no_run(plan, num_microbatches, done):
         asked.extend(num_microbatches)
 
-    monkeypatch.setattr(verify, "stage_steps", no_run)
+    monkeypatch.setattr(verify, "run_stages_of", no_run)
     verify.verify(plan)
     whole = plan.problem().cost(plan.policy)
     for stage, number in enumerate(asked):
@@ -349,7 +349,7 @@ def rebuilt_from_its_facts(kind, fields):
     config = tiny_config(kind, **fields)
     foreign = [("seq_length", int, 7)]
     config.__class__ = make_dataclass("Provider", foreign, bases=(type(config),))
-    again = model_facts.rebuilt_config(json.loads(json.dumps(model_facts.of_config(config))), {})
+    again = model_facts.config_of(json.loads(json.dumps(model_facts.of_config(config))), "these")
     return [name for name, value in vars(config).items() if _differs(value, vars(again)[name])]
 
 

@@ -177,7 +177,7 @@ if importlib.util.find_spec("megatron.training"):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_deactivate_brings_every_original_object_back(options):
+def test_its_end_brings_every_original_object_back(options):
     during, after = run_ranks(changes_left_behind, 1, options, activate=False)[0]
     assert len(during) > 40
     assert after == []
@@ -226,10 +226,10 @@ def test_deactivating_twice_is_harmless():
     before = torch.cuda.current_device
     activation = without_cuda.activate()
     assert torch.cuda.current_device is not before
-    activation.deactivate()
-    activation.deactivate()
+    activation.close()
+    activation.close()
     assert torch.cuda.current_device is before
-    without_cuda.activate().deactivate()
+    without_cuda.activate().close()
     assert torch.cuda.current_device is before
 
 

@@ -70,17 +70,21 @@ HYBRID = {
 @contextlib.contextmanager
 def local_layers():
     """In this block the command builds HybridModels of local layers, on CPU and on meta tensors."""
-    on_device = build.megatron_on
+    on_device, with_modules = build.megatron_on, layer_specs.with_modules
 
     @contextlib.contextmanager
     def megatron_on(where):
         with on_device(where), hybrid_models.runnable():
             yield
 
+    def local_spec(*_):
+        with patched(layer_specs, "with_modules", with_modules):
+            return hybrid_models.local_spec()
+
     with (
         patched(build, "refuse", lambda *_: None),
-        patched(build, "hybrid_spec", hybrid_models.local_spec),
-        patched(layer_specs, "with_modules", lambda _: hybrid_models.local_spec()),
+        patched(build, "hybrid_spec", local_spec),
+        patched(layer_specs, "with_modules", local_spec),
         patched(build, "megatron_on", megatron_on),
     ):
         yield
@@ -121,7 +125,7 @@ def measured_in_the_job(fields, shape=SHAPE):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
-    from megatron_autorecompute.one_device.even_routing import even_routing
+    from megatron_autorecompute.one_device.build import even_routing
     from megatron_autorecompute.policy import RecomputePolicy
     from megatron_autorecompute.profile import Model, Parallelism
     from megatron_autorecompute.runtime.apply import apply

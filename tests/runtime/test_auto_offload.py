@@ -47,12 +47,12 @@ def trained(path, waited_ms, steps, attached=False):
     from megatron.core import parallel_state
 
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
-    from megatron_autorecompute.meta import offloading
     from megatron_autorecompute.profile import HostLink, Parallelism
     from megatron_autorecompute.runtime.attach import attach
     from megatron_autorecompute.runtime.auto_options import AutoOptions
     from megatron_autorecompute.runtime.controller import Auto, JobFacts
     from megatron_autorecompute.runtime.copy_watch import CopyWatch
+    from testing.offload_on_cpu import offload_on_cpu
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=SHAPE.pipeline_stages)
     job = TrainingJob(SHAPE, TEXT, Variant({"min_offloaded_tensor_size": 1}))
@@ -80,7 +80,7 @@ def trained(path, waited_ms, steps, attached=False):
     work = Work()
     clock = mock.patch("time.thread_time", side_effect=lambda: work.seconds)
     few = mock.patch.object(offload_choices, "choices", return_value=(NONE, FULL))
-    with offloading.without_cuda(), watch, work, clock, few:
+    with offload_on_cpu(), watch, work, clock, few:
         if attached:
             given = {"budget_gib": BUDGET_GIB, "plan_path": path, "say": said.append}
             given |= {"allow_offload": CALLS, "recompute_choices": "all"}

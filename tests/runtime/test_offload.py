@@ -37,7 +37,7 @@ def offloading():
     """Megatron's offload and its grouped experts, on CPU. Gives the list of tensors that leave."""
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import ChunkOffloadHandler
 
-    from megatron_autorecompute.meta import offloading
+    from testing.offload_on_cpu import offload_on_cpu
 
     left, usual = [], ChunkOffloadHandler.offload
 
@@ -46,7 +46,7 @@ def offloading():
         return usual(self, tensor, *args, **kwargs)
 
     counted = mock.patch.object(ChunkOffloadHandler, "offload", offload)
-    with offloading.without_cuda(), grouped_experts(), counted:
+    with offload_on_cpu(), grouped_experts(), counted:
         yield left
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
@@ -168,6 +169,38 @@ class Layout:
             layers = _layers_per_stage(num_layers, pp, *uneven, *extra)
             rows = _rows_of_stages(layers, vp, mtp_num_layers, *extra)
         return cls.from_rows(rows, pp)
+
+    @classmethod
+    def of_config(cls, config: Any, pattern: HybridPattern | None) -> Layout:
+        """Place layers as Megatron does for a config: an object with the fields of its
+        TransformerConfig.
+
+        Args:
+            config: of the model.
+            pattern: a HybridModel's; None for others.
+
+        Raises: as `from_flags` and `from_pattern`.
+        """
+        pp, vp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
+        ends = {
+            "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
+            "num_layers_in_last_pipeline_stage": config.num_layers_in_last_pipeline_stage,
+        }
+        if pattern is not None:
+            # A model built without chunks would leave out the other segments.
+            return cls.from_pattern(pattern, pp, vp or 1, **ends)
+        given = config.pipeline_model_parallel_layout
+        return cls.from_flags(
+            config.num_layers,
+            pp,
+            vp,
+            mtp_num_layers=config.mtp_num_layers or 0,
+            account_for_embedding_in_pipeline_split=config.account_for_embedding_in_pipeline_split,
+            account_for_loss_in_pipeline_split=config.account_for_loss_in_pipeline_split,
+            # Megatron turns the text or list into an object that keeps the original.
+            pipeline_model_parallel_layout=getattr(given, "input_data", given) or None,
+            **ends,
+        )
 
     @classmethod
     def parse(cls, text: str, pp: int, vp: int | None = None) -> Layout:
