@@ -24,7 +24,7 @@ import torch
 from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.compat.untyped import Chunk
 from megatron_autorecompute.errors import LostStepsError
-from megatron_autorecompute.patched import Temporary, replaced
+from megatron_autorecompute.patched import replaced
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.ranks import all_reduce_max
 
@@ -115,7 +115,7 @@ class StepGuard(CallGuard):
         self._chunks: list[Chunk] = list(chunks)
         self._optimizer = optimizer
         self._config: Any = getattr(chunks[0], "config", None)
-        self._inside = self._failed = self._agreed = self._knows = False
+        self._failed = self._agreed = self._knows = False
         self._why_not = why_not or lost_step.why_no_stand_in(self._config, self._chunks)
         self._buffers = [
             (module._buffers, name)
@@ -134,28 +134,21 @@ class StepGuard(CallGuard):
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Replace functions of the model, the optimizer and Megatron's schedule for one step."""
-        self._inside, self._failed, self._agreed = True, False, False
-        finalize = getattr(self._config, "finalize_model_grads_func", None)
-        if finalize is not None:  # a training loop sets it when it starts
-            agreed = Temporary(self._agreed_finalize(finalize), finalize)
-            self._config.finalize_model_grads_func = agreed
-        try:
-            with replaced() as replace:
-                replace(self._optimizer, "step", self._agreed_step)
-                if self._why_not is None:
-                    self._keep_buffers()
-                    for number, chunk in enumerate(self._chunks):
-                        self._syncs[number].note(replace)
-                        replace(chunk, "forward", partial(self._guarded_forward, number))
-                    backward = self._guarded_backward
-                    lost_step.replace_backward(replace, len(self._chunks), self._config, backward)
-                yield
-            if not self._agreed:
-                self._agree()
-        finally:
-            self._inside = self._failed = False
-            if finalize is not None:
-                self._config.finalize_model_grads_func = finalize
+        self._failed = self._agreed = False
+        with replaced() as replace:
+            replace(self._optimizer, "step", self._agreed_step)
+            if getattr(self._config, "finalize_model_grads_func", None) is not None:
+                replace(self._config, "finalize_model_grads_func", self._agreed_finalize)
+            if self._why_not is None:
+                self._keep_buffers()
+                for number, chunk in enumerate(self._chunks):
+                    self._syncs[number].note(replace)
+                    replace(chunk, "forward", partial(self._guarded_forward, number))
+                backward = self._guarded_backward
+                lost_step.replace_backward(replace, len(self._chunks), self._config, backward)
+            yield
+        if not self._agreed:
+            self._agree()
 
     def _why_it_ends(self) -> str:
         return self._why_not or "it happened outside forward and backward"
@@ -181,8 +174,6 @@ class StepGuard(CallGuard):
         block = getattr(model, "decoder", None)
 
         def forward(*args: Any, **named: Any) -> Any:
-            if not self._inside:
-                return original(*args, **named)
             tokens = named.get("input_ids", args[0] if args else None)
             received = getattr(block, "input_tensor", None)
             sizes = getattr(tokens, "shape", None), getattr(received, "shape", None)
@@ -212,8 +203,6 @@ class StepGuard(CallGuard):
         return zeros.new_zeros(shape, requires_grad=zeros.requires_grad)
 
     def _guarded_backward(self, number: int, inputs: Any, original: Callable[[], Any]) -> Any:
-        if not self._inside:
-            return original()
         if not self._failed:
             try:
                 return original()
@@ -239,8 +228,6 @@ class StepGuard(CallGuard):
 
     def _agreed_finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def finalize_model_grads(*args: Any, **named: Any) -> Any:
-            if not self._inside:  # called through a shallow copy of the config
-                return original(*args, **named)
             self._agree(finalizes=True)
             if self.outcome == FAILED:
                 return None
