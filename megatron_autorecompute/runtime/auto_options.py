@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from megatron_autorecompute.block_names import as_megatrons
 from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.options import option
-from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, StageRecord
+from megatron_autorecompute.profile import IMBALANCE_PERCENTILE
 from megatron_autorecompute.runtime.host_memory import machine_bytes
 from megatron_autorecompute.units import GIB, gib
 
@@ -171,11 +171,6 @@ def budget_bytes(
         )
     reserve = options.reserve_bytes
     return available_bytes - (fragmentation_bytes if reserve is None else reserve)
-
-
-def stage_budget_bytes(options: AutoOptions, stage: StageRecord) -> int:
-    """The budget of a stage that was measured; raises as `budget_bytes` does."""
-    return budget_bytes(options, stage.available_bytes, stage.fragmentation_bytes)
 
 
 def budget_reason(options: AutoOptions) -> str:

@@ -25,7 +25,7 @@ from megatron_autorecompute.planner.cost.lengths import Arrangement
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism
-from megatron_autorecompute.runtime import offload_choices
+from megatron_autorecompute.runtime import offload
 from megatron_autorecompute.runtime.apply import apply, blocks
 from megatron_autorecompute.runtime.auto_options import (
     AHEAD_CHOICES,
@@ -114,7 +114,7 @@ class Auto:
     def _shard(self, chunks: Sequence[torch.nn.Module]) -> ModelShard:
         """This rank's model, with choices that offload if they are allowed, and with Megatron's
         alone if no other is."""
-        measured = offload_choices.measured if self.options.recompute_allow_offload else choices
+        measured = offload.measured if self.options.recompute_allow_offload else choices
         if self.options.recompute_choices == MEGATRONS_CHOICES:
             measured = functools.partial(megatrons, measured)
         if not self.options.recompute_allow_offload:
@@ -122,7 +122,7 @@ class Auto:
         config = model_layers.unwrapped(chunks[0]).config
         _, other_layers = model_layers.first_block(chunks)
         varies = self.job.calls is not None
-        offload_choices.refuse(config, blocks=1 + bool(other_layers), varies=varies)
+        offload.refuse(config, blocks=1 + bool(other_layers), varies=varies)
         shard = ModelShard(chunks, choices_of=measured)
         if not any(choice.offload for kind in shard.kinds for choice in kind.choices):
             raise OptionError(
@@ -136,10 +136,10 @@ class Auto:
         encoder_layers = self.shard.encoder_layers
         encoder = {"encoder_layers": str(encoder_layers)} if encoder_layers else {}
         device = "CPU" if self.job.without_cuda else torch.cuda.get_device_name()
-        offload = {"offload": "allowed"} if self.options.recompute_allow_offload else {}
+        allowed = {"offload": "allowed"} if self.options.recompute_allow_offload else {}
         asked = self.options.recompute_choices
-        offload |= {} if asked == AHEAD_CHOICES else {"choices": asked}
-        given = {**shapes, **self.job.shapes, **encoder, **offload, "device": device}
+        allowed |= {} if asked == AHEAD_CHOICES else {"choices": asked}
+        given = {**shapes, **self.job.shapes, **encoder, **allowed, "device": device}
         return fingerprint(self.shard.chunks, self.optimizer, self.shard.layout, given)
 
     # --- what the training loop calls -------------------------------------------------------------
@@ -362,9 +362,8 @@ class Auto:
         if self.plan is None:
             return f"recompute auto: measuring, {self.steps} steps done"
         own = f"rank's last peak {gib(self.peak_bytes)} GiB on stage {self.shard.stage}"
-        saving = self._in_force.saving()
-        lines = "" if saving is None else f"\n{saving}"
-        return f"{report(self.plan, self.decisions, None)}; this {own}{lines}"
+        told = f"{report(self.plan, self.decisions, None)}; this {own}\n{self._in_force.saving()}"
+        return told.rstrip()
 
     @property
     def routed(self) -> tuple[Mapping[int, int], ...]:

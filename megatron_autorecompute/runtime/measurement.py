@@ -37,7 +37,7 @@ from megatron_autorecompute.profile import (
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.lengths_seen import Figure, Points
 from megatron_autorecompute.runtime.model_shard import Kind, ModelShard
-from megatron_autorecompute.runtime.offload_counter import Groups, most, with_groups
+from megatron_autorecompute.runtime.offload import Groups, most, with_groups
 from megatron_autorecompute.runtime.probe import (
     DEVICE_CLOCK,
     Clock,

@@ -19,12 +19,11 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import MeasuredStep, Profile, RankStep, covers
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.calls import AHEAD, SeenTokens
-from megatron_autorecompute.runtime.copy_watch import CopyWatch
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lengths_seen import Points
 from megatron_autorecompute.runtime.measurement import Measurement
-from megatron_autorecompute.runtime.offload_counter import OffloadCounter
-from megatron_autorecompute.runtime.oom_guard import FAILED, CallGuard, until_done, was_lost
+from megatron_autorecompute.runtime.offload import CopyWatch, OffloadCounter
+from megatron_autorecompute.runtime.oom_guard import FAILED, RAISED, CallGuard, say_if_lost
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK
 from megatron_autorecompute.runtime.samples import lower_quartile
 from megatron_autorecompute.runtime.step_memory import static_bytes
@@ -129,10 +128,10 @@ class Measuring:
         settled, said = 0, False
         longest: tuple[int, ...] = ()
         while settled < SETTLING_STEPS:
-            yield from until_done(self.guard, self._settling)
+            yield from self._until_done(self._settling)
             over = self.decisions.too_lean(self.guard.steps)
             self.is_over_budget = over is not None
-            settled += not self._was_lost() and over is None
+            settled += self._counts() and over is None
             lean = self._at_longest(self.decisions.peaks())
             longest = tuple(map(max, longest, lean)) if longest else lean
             if over and not said:
@@ -234,8 +233,8 @@ class Measuring:
                     more = f"at most {self._left} more after this step"
                     words = more if self._left else "this step is the last"
                     self.job.say(f"recompute auto: measuring, {words}")
-                yield from until_done(self.guard, partial(watched, is_timed))
-                if self._was_lost() and any(room):
+                yield from self._until_done(partial(watched, is_timed))
+                if not self._counts() and any(room):
                     room[:] = [layers // 2 for layers in room]
                     break
             else:
@@ -266,8 +265,12 @@ class Measuring:
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def _was_lost(self) -> bool:
-        return was_lost(self.guard, self.applied.policy, self.job.say)
+    def _until_done(self, step: Callable[[], AbstractContextManager[None]]) -> Steps:
+        """A step, made anew as long as it ends with an exception that the loop survives."""
+        yield step()
+        while self.guard.outcome == RAISED:
+            yield step()
+        say_if_lost(self.guard, self.applied.policy, self.job.say)
 
     def _counts(self) -> bool:
         return self.guard.outcome != FAILED

@@ -13,13 +13,14 @@ in a loop that does not go on after a skipped update, which has a `CallGuard`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.compat.untyped import Chunk
@@ -211,7 +212,7 @@ class StepGuard(CallGuard):
                     raise
             lost_step.stop_interrupted_timer(self._config)
         self._syncs[number].reduce_owed()
-        return _zeros_like(inputs)
+        return tree_map_only(torch.Tensor, torch.zeros_like, inputs)
 
     # --- on every rank ----------------------------------------------------------------------------
 
@@ -275,21 +276,14 @@ Sizes = tuple[torch.Size | None, torch.Size | None]
 """Sizes of a microbatch's tokens, and of the hidden states from the previous stage, or None."""
 
 
-def until_done(guard: CallGuard, step: Callable[[], Step]) -> Generator[Step, None, None]:
-    """A step, made anew as long as it ends with an exception that the training loop survives."""
-    yield step()
-    while guard.outcome == RAISED:
-        yield step()
-
-
-def was_lost(guard: CallGuard, policy: RecomputePolicy, say: Callable[[str], None]) -> bool:
-    """Whether a rank ran out of memory in the step that has just run; says so.
+def say_if_lost(guard: CallGuard, policy: RecomputePolicy, say: Callable[[str], None]) -> None:
+    """Say that a rank ran out of memory in the step that has just run, if one did.
 
     Raises:
         LostStepsError: the steps before it were lost too, down to the leanest policy.
     """
     if guard.outcome != FAILED:
-        return False
+        return
     if guard.lost_in_a_row == LOST_IN_A_ROW:
         raise LostStepsError(
             f"The last {LOST_IN_A_ROW} steps ran out of memory and were lost, the last one "
@@ -298,7 +292,6 @@ def was_lost(guard: CallGuard, policy: RecomputePolicy, say: Callable[[str], Non
             "tensor, context or pipeline parallel ranks, or fewer other things on the device."
         )
     say("recompute auto: out of memory; this step's update was skipped.")
-    return True
 
 
 def notches(guard: CallGuard) -> int:
@@ -318,23 +311,14 @@ def _zeros_of(output: Any) -> Callable[[], Any]:
     """A function that makes zeros in the form of a model's output: one tensor (GPT), several
     (BERT), a dictionary, a dataclass. Other outputs are not kept, because they could hold all
     activations."""
-    if isinstance(output, torch.Tensor):
-        shape, dtype, device = output.shape, output.dtype, output.device
-        trained = output.is_floating_point()
-        return lambda: torch.zeros(shape, dtype=dtype, device=device, requires_grad=trained)
-    if isinstance(output, Mapping):
-        values = {name: _zeros_of(value) for name, value in output.items()}
-        return lambda: {name: make() for name, make in values.items()}
-    if isinstance(output, (list, tuple)):
-        parts = [_zeros_of(part) for part in output]
-        return lambda: tuple(make() for make in parts)
     if is_dataclass(output):
         attributes, kind = _zeros_of(vars(output)), cast(Callable[..., Any], type(output))
         return lambda: kind(**attributes())
-    return lambda: None
+    leaves, form = tree_flatten(output)
+    made = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else lambda: None for leaf in leaves]
+    return lambda: tree_unflatten([make() for make in made], form)
 
 
-def _zeros_like(tensors: Any) -> Any:
-    if isinstance(tensors, (list, tuple)):
-        return [_zeros_like(tensor) for tensor in tensors]
-    return None if tensors is None else torch.zeros_like(tensors)
+def _zeros(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    trained, kind = tensor.is_floating_point(), {"dtype": tensor.dtype, "device": tensor.device}
+    return partial(torch.zeros, tensor.shape, requires_grad=trained, **kind)
