@@ -73,8 +73,8 @@ def install() -> None:
         UnsupportedVersionError: this version of megatron-core is not supported.
     """
     versions.installed()
-    if POLICY_FIELD in {field.name for field in dataclasses.fields(TransformerConfig)}:
-        return  # already installed, or in the sources by our patch
+    if has_field():  # already installed, or in the sources by our patch
+        return
     try:
         _add_field(TransformerConfig)
         for subclass in _subclasses(TransformerConfig):
@@ -87,6 +87,11 @@ def install() -> None:
     except BaseException:
         uninstall()
         raise
+
+
+def has_field() -> bool:
+    """Whether TransformerConfig has the field."""
+    return POLICY_FIELD in TransformerConfig.__dataclass_fields__
 
 
 def uninstall() -> None:

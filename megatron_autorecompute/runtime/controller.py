@@ -79,9 +79,7 @@ class Auto:
         refuse_beyond_device(options)
         self.shard = self._shard(chunks)
         varies = job.calls is not None
-        self.memory = StepMemory(
-            self.shard.chunks, optimizer, job.without_cuda, job.memory, resets=varies
-        )
+        self.memory = StepMemory(self.shard.chunks, optimizer, job.without_cuda, resets=varies)
         self.decisions = Decisions(self.shard, self.memory, options, job)
         self.fingerprint = self._fingerprint()
         self._store = PlanStore(options.recompute_plan_path, self.fingerprint, job.say)
@@ -97,11 +95,11 @@ class Auto:
     def _begin(self) -> None:
         self.applied.switch(self.decisions.leanest)
         self._in_force = PlanInForce(self.decisions, self.optimizer, self.applied, self._store)
-        guard, chunks = self._in_force.guard, self.shard.chunks
+        chunks = self.shard.chunks
         split = self.shard.config.tensor_model_parallel_size
         split = split if self.shard.config.sequence_parallel else 1
         self._seen = SeenTokens(chunks if self.job.calls is not None else [], split)
-        self._measuring = Measuring(self.decisions, self.optimizer, self.applied, guard, self._seen)
+        self._measuring = Measuring(self.decisions, self._in_force, self._seen)
         self._course = self._steps()
         self._closed = self._inside = False
         self._watched: list[tuple[Any, Function, Function]] = []

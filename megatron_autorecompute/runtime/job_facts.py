@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,7 +10,6 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.calls import Calls, whole
-from megatron_autorecompute.runtime.probe import Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +85,3 @@ class JobFacts(_Reporting):
 
     on_close: Callable[[], None] = lambda: None
     """Called when auto ends, with the model given back."""
-
-    memory: Callable[[], AbstractContextManager[Memory]] | None = None
-    """Another place to read bytes from, in every step; for tests that enforce a budget."""

@@ -35,7 +35,7 @@ from megatron_autorecompute.profile import (
     with_times_of,
 )
 from megatron_autorecompute.runtime.apply import AppliedPolicy
-from megatron_autorecompute.runtime.lengths_seen import Figure, Points
+from megatron_autorecompute.runtime.lengths_seen import Points
 from megatron_autorecompute.runtime.model_shard import Kind, ModelShard
 from megatron_autorecompute.runtime.offload import Groups, most, with_groups
 from megatron_autorecompute.runtime.probe import (
@@ -419,7 +419,7 @@ class Measurement:
         seen = self.samples[signature, self._choice(place)]
         input_bytes = span.input_bytes
         received = place == self._received_by(one)
-        found: dict[Figure, int | float] = {}
+        found: dict[str, int | float] = {}
         if with_bytes and one.phase == "forward":
             base = bases.get(place, span.begin_bytes - input_bytes)
             found = {"held_bytes": _held_bytes(span), "forward_level_bytes": span.peak_bytes - base}

@@ -118,14 +118,9 @@ class StepGuard(CallGuard):
         self._config: Any = getattr(chunks[0], "config", None)
         self._failed = self._agreed = self._knows = False
         self._why_not = why_not or lost_step.why_no_stand_in(self._config, self._chunks)
-        self._buffers = [
-            (module._buffers, name)
-            for chunk in chunks
-            for module in chunk.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._buffers_before: list[torch.Tensor] | None = None
+        models = map(model_layers.unwrapped, chunks)
+        self._buffers = [buffer for model in models for buffer in model.buffers()]
+        self._buffers_before: list[torch.Tensor] = []
         """What a forward or backward may change, such as running statistics, before the step."""
         self._loss_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._syncs = [lost_step.BucketSyncs(chunk) for chunk in chunks]
@@ -181,7 +176,8 @@ class StepGuard(CallGuard):
             if not self._failed:
                 try:
                     output = original(*args, **named)
-                    self._returned[number] = sizes, _zeros_of(output)
+                    if number not in self._returned or self._returned[number][0] != sizes:
+                        self._returned[number] = sizes, _zeros_of(output)
                     return lost_step.of_chunk(output, number)
                 except torch.OutOfMemoryError:
                     if not self._fail():
@@ -255,7 +251,7 @@ class StepGuard(CallGuard):
         """Wait for the collectives that all have entered, and restore the state before the step."""
         for syncs in self._syncs:
             syncs.abandon(finalizes)
-        for now, before in zip(self._now(), self._buffers_before or [], strict=True):
+        for now, before in zip(self._buffers, self._buffers_before, strict=False):
             now.copy_(before)
         if self._config is not None:
             lost_step.forget_lost_step(self._config, self._chunks)
@@ -263,13 +259,10 @@ class StepGuard(CallGuard):
             tracker.update({name: group for name, group in groups.items() if group is not None})
 
     def _keep_buffers(self) -> None:
-        if self._buffers_before is None:
-            self._buffers_before = [buffer.clone() for buffer in self._now()]
-        elif self._buffers_before:
-            torch._foreach_copy_(self._buffers_before, self._now())
-
-    def _now(self) -> list[torch.Tensor]:
-        return [cast(torch.Tensor, buffers[name]) for buffers, name in self._buffers]
+        if self._buffers_before:
+            torch._foreach_copy_(self._buffers_before, self._buffers)
+        else:
+            self._buffers_before = [buffer.clone() for buffer in self._buffers]
 
 
 Sizes = tuple[torch.Size | None, torch.Size | None]

@@ -157,7 +157,7 @@ class PlanInForce:
         store: PlanStore,
     ) -> None:
         self._decisions, self._memory, self._job = decisions, decisions.memory, decisions.job
-        self._applied, self._store = applied, store
+        self.applied, self._store = applied, store
         self.plan: Plan | None = None
         """The plan that runs; None before the first."""
         self._is_read = False
@@ -175,14 +175,14 @@ class PlanInForce:
 
     def switch(self, plan: Plan) -> None:
         """Run a plan from the next step on, on every rank."""
-        if self._applied.policy != plan.policy:
-            self._applied.switch(plan.policy)
+        if self.applied.policy != plan.policy:
+            self.applied.switch(plan.policy)
             self._memory.plan_begins()
         self.plan = plan
 
     def run(self, plan: Plan, what: str) -> None:
         """Run a plan as `switch` does, and say so; `what` describes it in the log."""
-        self._applied.switch(plan.policy)
+        self.applied.switch(plan.policy)
         self._memory.plan_begins()
         self.plan = plan
         fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)
@@ -218,7 +218,7 @@ class PlanInForce:
             LostStepsError: the steps before it were lost too, down to the leanest policy.
         """
         yield self._step(reads_bytes, around)
-        say_if_lost(self.guard, self._applied.policy, self._job.say)
+        say_if_lost(self.guard, self.applied.policy, self._job.say)
         return self._step_down(plan) if self.guard.outcome in down_after else plan
 
     def steps(self, plan: Plan) -> Generator[Step, None, None]:
