@@ -27,7 +27,7 @@ from megatron_autorecompute.block_names import (
     read_file,
 )
 from megatron_autorecompute.compat import model_layers, rules, stage_layout, versions
-from megatron_autorecompute.errors import ApplyError, PipelineError, PolicyError
+from megatron_autorecompute.errors import ApplyError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import GRAMMAR, RecomputePolicy
@@ -109,12 +109,7 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
     value = without_file(getattr(config, POLICY_FIELD, None), config)
     if value is None or value == "auto" or names_several_blocks(value):
         return None
-    return RecomputePolicy.from_config(
-        value,
-        num_layers=stage_layout.num_policy_layers(config),
-        layout=_counted_chunks(config),
-        depth_layers=stage_layout.depth_layers(config),
-    )
+    return stage_layout.read_policy(value, config)
 
 
 def names_several_blocks(value: Any) -> bool:
@@ -134,17 +129,6 @@ def refuse_without_names(value: Any, model: Sequence[torch.nn.Module]) -> None:
             f"{type(model_layers.unwrapped(model[0])).__name__} has several blocks: name each, as "
             f"in {example}."
         )
-
-
-def _counted_chunks(config: TransformerConfig) -> Sequence[Sequence[int]]:
-    """Layers of every pipeline chunk; of a hybrid model whose pattern the config does not say yet,
-    one chunk if the fields do not make any: enough to check the choices."""
-    try:
-        return stage_layout.counted_chunks(config)
-    except PipelineError:
-        if not stage_layout.lacks_pattern(config):
-            raise
-        return [range(config.num_layers)]
 
 
 def without_file(value: Any, config: TransformerConfig) -> Any:
