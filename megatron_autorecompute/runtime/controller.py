@@ -265,7 +265,12 @@ class Auto:
     def _agree(self, num_microbatches: int | None) -> None:
         guard, calls = self._in_force.guard, self.job.calls
         if calls is None:
-            self._check_number(num_microbatches)
+            asked = self.job.num_microbatches()
+            if num_microbatches not in (None, asked):
+                raise OptionError(
+                    f"This call has {num_microbatches} microbatches, and every call of this job "
+                    f"was said to have {asked}."
+                )
             return
         lied = calls.said_too_little
         missed, short = self._in_force.missed_bytes(), self._in_force.short_bytes()
@@ -282,14 +287,6 @@ class Auto:
             self.job.say(
                 f"recompute auto: a microbatch was longer than tokens() said; up to {calls.seen:,} "
                 "tokens were seen. From now on every plan is for the cap."
-            )
-
-    def _check_number(self, num_microbatches: int | None) -> None:
-        asked = self.job.num_microbatches()
-        if num_microbatches not in (None, asked):
-            raise OptionError(
-                f"This call has {num_microbatches} microbatches, and every call of this job was "
-                f"said to have {asked}."
             )
 
     def close(self) -> None:

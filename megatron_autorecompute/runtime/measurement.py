@@ -575,9 +575,14 @@ class Measurement:
         seen = _put_together(by_rank)
         groups = most(*self.shard.all_gather(self._left()))
         stages: dict[int, StageRecord] = {}
-        for pipeline_rank, record in self.shard.all_gather((self.shard.stage, self._stage(static))):
-            known = stages.get(pipeline_rank, record)
-            stages[pipeline_rank] = _larger(known, record)
+        own = StageRecord(
+            layers=tuple(sorted(self.shard.signatures)),
+            static=static,
+            optimizer_step_peak_bytes=max(0, self.optimizer_step_peak_bytes),
+            overhead=self.overhead,
+        )
+        for stage, record in self.shard.all_gather((self.shard.stage, own)):
+            stages[stage] = _larger(stages.get(stage, record), record)
         config = self.shard.config
         embedding = seen["embedding", NONE].record(NONE, 0)
         norm = seen["final_norm", NONE]
@@ -602,14 +607,6 @@ class Measurement:
             host_times_error=max(one.host_error for one in even),
             fingerprint=fingerprint or {},
             assumptions=assumptions,
-        )
-
-    def _stage(self, static: StaticBytes) -> StageRecord:
-        return StageRecord(
-            layers=tuple(sorted(self.shard.signatures)),
-            static=static,
-            optimizer_step_peak_bytes=max(0, self.optimizer_step_peak_bytes),
-            overhead=self.overhead,
         )
 
 
