@@ -25,14 +25,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_autorecompute.compat.untyped import Chunk
 from megatron_autorecompute.patched import Replace
 
-_GROUPS_INSIDE_LAYERS = {
-    "tensor": "get_tensor_model_parallel_world_size",
-    "context": "get_context_parallel_world_size",
-    "expert": "get_expert_model_parallel_world_size",
-    "expert tensor": "get_expert_tensor_parallel_world_size",
-}
-"""Kinds of parallelism with collectives inside layers, and `parallel_state`'s function for each."""
-
 _KEPT_BETWEEN_FORWARDS = {
     "cpu_offloading": "what it has moved to the host",
     "defer_embedding_wgrad_compute": "the gradients that it still owes",
@@ -52,9 +44,10 @@ def why_no_stand_in(config: TransformerConfig | None, chunks: Sequence[Chunk]) -
     if config is None:
         return None
     if parallel_state.model_parallel_is_initialized():
-        for name, size in _GROUPS_INSIDE_LAYERS.items():
-            if getattr(parallel_state, size)() > 1:
-                return f"ranks of a {name} parallel group communicate inside layers"
+        dense = parallel_state.get_tensor_and_context_parallel_group()
+        expert = parallel_state.get_expert_tensor_and_model_parallel_group()
+        if max(map(torch.distributed.get_world_size, (dense, expert))) > 1:
+            return "tensor, context or expert parallel ranks communicate inside layers"
         several = parallel_state.get_data_parallel_world_size() > 1
         if several and "global_aux_loss" in config.moe_router_load_balancing_type:
             return "global_aux_loss adds up over data-parallel ranks inside layers"

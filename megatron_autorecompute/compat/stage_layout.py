@@ -11,6 +11,7 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.block_names import DECODER
+from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.policy import RecomputePolicy
@@ -103,10 +104,16 @@ def read_policy(
         pattern: as `pipeline_layout` takes it.
     """
     num_layers = num_policy_layers(config, first_layers)
+    try:
+        chunks = counted_chunks(config, first_layers, pattern)
+    except PipelineError:
+        if pattern is not None or not lacks_pattern(config):
+            raise
+        chunks = [list(range(config.num_layers))]  # enough to check the choices
     return RecomputePolicy.from_config(
         value,
         num_layers=num_layers,
-        layout=counted_chunks(config, first_layers, pattern),
+        layout=chunks,
         depth_layers=depth_layers(config, pattern),
         blocks=named_blocks(num_layers, first, first_layers),
     )

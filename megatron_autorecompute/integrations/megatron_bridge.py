@@ -60,7 +60,9 @@ def install() -> None:
         ApplyError: Bridge was imported first, so its classes were made without the field.
         UnsupportedVersionError: this version of megatron-core is not supported.
     """
-    if "megatron.bridge" in sys.modules and not _has_field():
+    from megatron_autorecompute.runtime import config_field
+
+    if "megatron.bridge" in sys.modules and not config_field.has_field():
         raise ApplyError(
             "megatron.bridge was imported before recompute_policy was made a field, and its config "
             "classes are without it. Move these two lines to the top of the program, above the "
@@ -68,15 +70,7 @@ def install() -> None:
             "    from megatron_autorecompute.integrations import megatron_bridge\n"
             "    megatron_bridge.install()"
         )
-    from megatron_autorecompute.runtime import config_field
-
     config_field.install()
-
-
-def _has_field() -> bool:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    return POLICY_FIELD in TransformerConfig.__dataclass_fields__
 
 
 def set_policy(model: Any, policy: str | list[str] | dict[str, Any] | None) -> None:

@@ -80,8 +80,7 @@ from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import Choices, ModelShard, alone, choices
 from megatron_autorecompute.runtime.model_shard import kinds as kinds_of
-from megatron_autorecompute.runtime.offload_choices import with_offload, without_parts
-from megatron_autorecompute.runtime.offload_counter import OffloadCounter
+from megatron_autorecompute.runtime.offload import OffloadCounter, with_offload, without_parts
 
 Progress = Callable[[str], None]
 ChoicesOf = Callable[[torch.nn.Module], Choices]

@@ -103,7 +103,7 @@ def plan_view(plan: Plan, speed: str = "", *, verbose: bool = False) -> Renderab
         speed: a sentence on bubble and throughput; empty for none.
         verbose: whether every assumption is listed, or only their number.
     """
-    views = _header(plan, speed), _stages(plan), _legend(plan.policy), _footer(plan, verbose)
+    views = _header(plan, speed), stages_view(plan), _footer(plan, verbose)
     return Group(*views, *measured_step_view(plan))
 
 
@@ -211,23 +211,26 @@ def _header(plan: Plan, speed: str) -> Text:
     return Text("\n".join(lines))
 
 
-def _stages(plan: Plan) -> Rows:
+def stages_view(plan: Plan, measured_bytes: Sequence[int] | None = None) -> RenderableType:
+    """One row per stage, with its measured peak if there is one, and what the letters mean."""
     unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
     columns = (
         Column("stage"),
         Column("policy", folded=True),
         Column(f"peak {unit.name}"),
+        Column("measured", optional=True),
         Column("budget"),
         Column("recompute ms"),
     )
     policy = plan.policy
-    return Rows(
+    rows = Rows(
         columns,
         [
             (
                 str(stage),
                 strip(policy, chunks),
                 unit.text(cost.peak_high_bytes),
+                "" if measured_bytes is None else unit.text(measured_bytes[stage]),
                 unit.text(plan.budget_bytes[stage]),
                 f"{cost.recompute_ms:.1f}",
             )
@@ -236,6 +239,7 @@ def _stages(plan: Plan) -> Rows:
             )
         ],
     )
+    return Group(rows, _legend(policy))
 
 
 def _legend(policy: RecomputePolicy) -> Text:

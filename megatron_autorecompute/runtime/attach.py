@@ -190,20 +190,22 @@ def _on_all_ranks(max_tokens: Any, plan_path: Any, allow_offload: Any) -> Iterat
         yield
     except OptionError as found:
         error = found
-    given = max_tokens, plan_path is not None, allow_offload
+    offload = "" if allow_offload is None else f", allow_offload={allow_offload!r}"
+    path = "no" if plan_path is None else "a"
     with _noticed_alone():
-        ranks = all_gather((error and str(error), *given))
+        ranks = all_gather(
+            (error and str(error), f"max_tokens={max_tokens!r} and {path} plan_path{offload}")
+        )
     if error is not None:
         raise error
-    for rank, (wrong, *_) in enumerate(ranks):
+    _, first = ranks[0]
+    for rank, (wrong, given) in enumerate(ranks):
         if wrong:
             raise OptionError(f"attach() on rank {rank}: {wrong}")
-    _, *first = ranks[0]
-    for rank, (_, *other) in enumerate(ranks):
-        if other != first:
+        if given != first:
             raise OptionError(
-                f"Ranks were given other arguments of attach(): rank 0 {_said(*first)}, rank "
-                f"{rank} {_said(*other)}. Give all of them the same max_tokens, and a path or none."
+                f"Ranks were given other arguments of attach(): rank 0 {first}, rank {rank} "
+                f"{given}. Give all of them the same max_tokens, and a path or none."
             )
 
 
@@ -227,11 +229,6 @@ def _noticed_alone() -> Iterator[None]:
         raise ApplyError(f"{alone}. Waiting ended: {error}") from error
     finally:
         notice.cancel()
-
-
-def _said(max_tokens: Any, has_path: bool, allow_offload: Any) -> str:
-    offload = "" if allow_offload is None else f", allow_offload={allow_offload!r}"
-    return f"max_tokens={max_tokens!r} and {'a' if has_path else 'no'} plan_path{offload}"
 
 
 def _parallelism(config: Any, program: Program) -> Parallelism:

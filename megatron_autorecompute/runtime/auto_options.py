@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from megatron_autorecompute.block_names import as_megatrons
 from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.options import option
-from megatron_autorecompute.profile import IMBALANCE_PERCENTILE, StageRecord
+from megatron_autorecompute.profile import IMBALANCE_PERCENTILE
 from megatron_autorecompute.runtime.host_memory import machine_bytes
 from megatron_autorecompute.units import GIB, gib
 
@@ -126,16 +126,8 @@ class AutoOptions:
     @property
     def budget_bytes(self) -> int | None:
         """`recompute_memory_budget_gib` in bytes."""
-        return _bytes(self.recompute_memory_budget_gib)
-
-    @property
-    def reserve_bytes(self) -> int | None:
-        """`recompute_memory_reserve_gib` in bytes."""
-        return _bytes(self.recompute_memory_reserve_gib)
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * GIB)
+        budget_gib = self.recompute_memory_budget_gib
+        return None if budget_gib is None else int(budget_gib * GIB)
 
 
 def _check_gib(flag: str, gib: Any, such_as: str, *, zero: bool) -> None:
@@ -169,20 +161,16 @@ def budget_bytes(
         raise InfeasibleError(
             f"Off CUDA there is no device memory to take as the budget: give {options.BUDGET}."
         )
-    reserve = options.reserve_bytes
-    return available_bytes - (fragmentation_bytes if reserve is None else reserve)
-
-
-def stage_budget_bytes(options: AutoOptions, stage: StageRecord) -> int:
-    """The budget of a stage that was measured; raises as `budget_bytes` does."""
-    return budget_bytes(options, stage.available_bytes, stage.fragmentation_bytes)
+    reserve_gib = options.recompute_memory_reserve_gib
+    reserve = fragmentation_bytes if reserve_gib is None else int(reserve_gib * GIB)
+    return available_bytes - reserve
 
 
 def budget_reason(options: AutoOptions) -> str:
     """How the budget was found, for error messages."""
     if options.budget_bytes is not None:
         return f"given as {options.BUDGET}"
-    if options.reserve_bytes is not None:
+    if options.recompute_memory_reserve_gib is not None:
         return f"the device's memory less what lies outside torch and {options.RESERVE}"
     return "the device's memory less what lies outside torch and the measured fragmentation"
 

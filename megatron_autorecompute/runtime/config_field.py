@@ -27,7 +27,7 @@ from megatron_autorecompute.block_names import (
     read_file,
 )
 from megatron_autorecompute.compat import model_layers, rules, stage_layout, versions
-from megatron_autorecompute.errors import ApplyError, PipelineError, PolicyError
+from megatron_autorecompute.errors import ApplyError, PolicyError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import GRAMMAR, RecomputePolicy
@@ -73,8 +73,8 @@ def install() -> None:
         UnsupportedVersionError: this version of megatron-core is not supported.
     """
     versions.installed()
-    if POLICY_FIELD in {field.name for field in dataclasses.fields(TransformerConfig)}:
-        return  # already installed, or in the sources by our patch
+    if has_field():  # already installed, or in the sources by our patch
+        return
     try:
         _add_field(TransformerConfig)
         for subclass in _subclasses(TransformerConfig):
@@ -87,6 +87,11 @@ def install() -> None:
     except BaseException:
         uninstall()
         raise
+
+
+def has_field() -> bool:
+    """Whether TransformerConfig has the field."""
+    return POLICY_FIELD in TransformerConfig.__dataclass_fields__
 
 
 def uninstall() -> None:
@@ -104,12 +109,7 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
     value = without_file(getattr(config, POLICY_FIELD, None), config)
     if value is None or value == "auto" or names_several_blocks(value):
         return None
-    return RecomputePolicy.from_config(
-        value,
-        num_layers=stage_layout.num_policy_layers(config),
-        layout=_counted_chunks(config),
-        depth_layers=stage_layout.depth_layers(config),
-    )
+    return stage_layout.read_policy(value, config)
 
 
 def names_several_blocks(value: Any) -> bool:
@@ -129,17 +129,6 @@ def refuse_without_names(value: Any, model: Sequence[torch.nn.Module]) -> None:
             f"{type(model_layers.unwrapped(model[0])).__name__} has several blocks: name each, as "
             f"in {example}."
         )
-
-
-def _counted_chunks(config: TransformerConfig) -> Sequence[Sequence[int]]:
-    """Layers of every pipeline chunk; of a hybrid model whose pattern the config does not say yet,
-    one chunk if the fields do not make any: enough to check the choices."""
-    try:
-        return stage_layout.counted_chunks(config)
-    except PipelineError:
-        if not stage_layout.lacks_pattern(config):
-            raise
-        return [range(config.num_layers)]
 
 
 def without_file(value: Any, config: TransformerConfig) -> Any:

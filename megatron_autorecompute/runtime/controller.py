@@ -25,7 +25,7 @@ from megatron_autorecompute.planner.cost.lengths import Arrangement
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism
-from megatron_autorecompute.runtime import offload_choices
+from megatron_autorecompute.runtime import offload
 from megatron_autorecompute.runtime.apply import apply, blocks
 from megatron_autorecompute.runtime.auto_options import (
     AHEAD_CHOICES,
@@ -79,9 +79,7 @@ class Auto:
         refuse_beyond_device(options)
         self.shard = self._shard(chunks)
         varies = job.calls is not None
-        self.memory = StepMemory(
-            self.shard.chunks, optimizer, job.without_cuda, job.memory, resets=varies
-        )
+        self.memory = StepMemory(self.shard.chunks, optimizer, job.without_cuda, resets=varies)
         self.decisions = Decisions(self.shard, self.memory, options, job)
         self.fingerprint = self._fingerprint()
         self._store = PlanStore(options.recompute_plan_path, self.fingerprint, job.say)
@@ -97,11 +95,11 @@ class Auto:
     def _begin(self) -> None:
         self.applied.switch(self.decisions.leanest)
         self._in_force = PlanInForce(self.decisions, self.optimizer, self.applied, self._store)
-        guard, chunks = self._in_force.guard, self.shard.chunks
+        chunks = self.shard.chunks
         split = self.shard.config.tensor_model_parallel_size
         split = split if self.shard.config.sequence_parallel else 1
         self._seen = SeenTokens(chunks if self.job.calls is not None else [], split)
-        self._measuring = Measuring(self.decisions, self.optimizer, self.applied, guard, self._seen)
+        self._measuring = Measuring(self.decisions, self._in_force, self._seen)
         self._course = self._steps()
         self._closed = self._inside = False
         self._watched: list[tuple[Any, Function, Function]] = []
@@ -114,7 +112,7 @@ class Auto:
     def _shard(self, chunks: Sequence[torch.nn.Module]) -> ModelShard:
         """This rank's model, with choices that offload if they are allowed, and with Megatron's
         alone if no other is."""
-        measured = offload_choices.measured if self.options.recompute_allow_offload else choices
+        measured = offload.measured if self.options.recompute_allow_offload else choices
         if self.options.recompute_choices == MEGATRONS_CHOICES:
             measured = functools.partial(megatrons, measured)
         if not self.options.recompute_allow_offload:
@@ -122,7 +120,7 @@ class Auto:
         config = model_layers.unwrapped(chunks[0]).config
         _, other_layers = model_layers.first_block(chunks)
         varies = self.job.calls is not None
-        offload_choices.refuse(config, blocks=1 + bool(other_layers), varies=varies)
+        offload.refuse(config, blocks=1 + bool(other_layers), varies=varies)
         shard = ModelShard(chunks, choices_of=measured)
         if not any(choice.offload for kind in shard.kinds for choice in kind.choices):
             raise OptionError(
@@ -136,10 +134,10 @@ class Auto:
         encoder_layers = self.shard.encoder_layers
         encoder = {"encoder_layers": str(encoder_layers)} if encoder_layers else {}
         device = "CPU" if self.job.without_cuda else torch.cuda.get_device_name()
-        offload = {"offload": "allowed"} if self.options.recompute_allow_offload else {}
+        allowed = {"offload": "allowed"} if self.options.recompute_allow_offload else {}
         asked = self.options.recompute_choices
-        offload |= {} if asked == AHEAD_CHOICES else {"choices": asked}
-        given = {**shapes, **self.job.shapes, **encoder, **offload, "device": device}
+        allowed |= {} if asked == AHEAD_CHOICES else {"choices": asked}
+        given = {**shapes, **self.job.shapes, **encoder, **allowed, "device": device}
         return fingerprint(self.shard.chunks, self.optimizer, self.shard.layout, given)
 
     # --- what the training loop calls -------------------------------------------------------------
@@ -267,7 +265,12 @@ class Auto:
     def _agree(self, num_microbatches: int | None) -> None:
         guard, calls = self._in_force.guard, self.job.calls
         if calls is None:
-            self._check_number(num_microbatches)
+            asked = self.job.num_microbatches()
+            if num_microbatches not in (None, asked):
+                raise OptionError(
+                    f"This call has {num_microbatches} microbatches, and every call of this job "
+                    f"was said to have {asked}."
+                )
             return
         lied = calls.said_too_little
         missed, short = self._in_force.missed_bytes(), self._in_force.short_bytes()
@@ -284,14 +287,6 @@ class Auto:
             self.job.say(
                 f"recompute auto: a microbatch was longer than tokens() said; up to {calls.seen:,} "
                 "tokens were seen. From now on every plan is for the cap."
-            )
-
-    def _check_number(self, num_microbatches: int | None) -> None:
-        asked = self.job.num_microbatches()
-        if num_microbatches not in (None, asked):
-            raise OptionError(
-                f"This call has {num_microbatches} microbatches, and every call of this job was "
-                f"said to have {asked}."
             )
 
     def close(self) -> None:
@@ -362,9 +357,8 @@ class Auto:
         if self.plan is None:
             return f"recompute auto: measuring, {self.steps} steps done"
         own = f"rank's last peak {gib(self.peak_bytes)} GiB on stage {self.shard.stage}"
-        saving = self._in_force.saving()
-        lines = "" if saving is None else f"\n{saving}"
-        return f"{report(self.plan, self.decisions, None)}; this {own}{lines}"
+        told = f"{report(self.plan, self.decisions, None)}; this {own}\n{self._in_force.saving()}"
+        return told.rstrip()
 
     @property
     def routed(self) -> tuple[Mapping[int, int], ...]:

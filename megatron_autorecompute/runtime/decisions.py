@@ -23,7 +23,6 @@ from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
     budget_bytes,
     budget_reason,
-    stage_budget_bytes,
 )
 from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.lengths_seen import UNEVEN, Points, Varying
@@ -157,30 +156,30 @@ class Decisions:
 
     def found_budgets(self) -> tuple[int, ...]:
         """Bytes that torch may allocate on every stage, from the measurements so far."""
-        available = None if self.job.without_cuda else available_bytes()
-        mine = budget_bytes(self.options, available, self.memory.fragmentation_bytes)
-        return self.shard.by_stage(mine, min)
+        return self._budgets(self._available(), self.memory.fragmentation_bytes)
 
-    def whole_budgets(self, profile: Profile) -> tuple[int, ...]:
-        """`budgets`, with the memory that was free when the profile was measured."""
-        stage = profile.stages[self.shard.stage]
-        return self.shard.by_stage(stage_budget_bytes(self.options, stage), min)
+    def _budgets(self, available: int | None, fragmentation: int) -> tuple[int, ...]:
+        return self.shard.by_stage(budget_bytes(self.options, available, fragmentation), min)
+
+    def _available(self) -> int | None:
+        return None if self.job.without_cuda else available_bytes()
 
     def short_bytes(self, profile: Profile) -> int:
         """How much less memory this rank's device leaves to torch now than when it was measured,
         for example because an engine woke up. 0 with a given budget or without a device."""
-        stage = profile.stages[self.shard.stage]
-        if self.job.without_cuda or self.options.budget_bytes is not None:
+        now, before = self._available(), profile.stages[self.shard.stage].available_bytes
+        if now is None or self.options.budget_bytes is not None:
             return 0
-        return max(0, (stage.available_bytes or 0) - available_bytes())
+        return max(0, (before or 0) - now)
 
-    def budgets(self, profile: Profile) -> tuple[int, ...]:
-        """Bytes that torch may allocate on every stage, from a profile and the memory free now."""
-        stage = profile.stages[self.shard.stage]
-        if stage.available_bytes is not None and not self.job.without_cuda:
-            today = min(stage.available_bytes, available_bytes())
-            stage = replace(stage, available_bytes=today)
-        return self.shard.by_stage(stage_budget_bytes(self.options, stage), min)
+    def budgets(self, profile: Profile, *, today: bool = True) -> tuple[int, ...]:
+        """Bytes that torch may allocate on every stage, from a profile and the memory free then;
+        today: or now, if that is less."""
+        stage, now = profile.stages[self.shard.stage], self._available()
+        available = stage.available_bytes
+        if today and available is not None and now is not None:
+            available = min(available, now)
+        return self._budgets(available, stage.fragmentation_bytes)
 
     def too_lean(self, step: int) -> str | None:
         """What is over the budget after a step under the leanest policy; None if nothing is.
@@ -242,17 +241,17 @@ class Decisions:
         return self._with_budgets(replace(profile, stages=tuple(stages)))
 
     def _with_budgets(self, profile: Profile) -> Profile:
-        available = 0 if self.job.without_cuda else available_bytes()
-        least = self.shard.by_stage(available, min)
+        available = self._available()
+        least = self.shard.by_stage(available or 0, min)
         fragmentation = self.shard.by_stage(self.memory.fragmentation_bytes, max)
         others = self._others()
         self._recommend(max(fragmentation), max(least))
         stages = (
             replace(
                 stage,
-                available_bytes=None if self.job.without_cuda else found,
+                available_bytes=None if available is None else found,
                 fragmentation_bytes=lost,
-                others_bytes=None if self.job.without_cuda else held,
+                others_bytes=None if available is None else held,
             )
             for stage, found, lost, held in zip(
                 profile.stages, least, fragmentation, others, strict=True

@@ -92,7 +92,7 @@ def fingerprint(
         "wrappers": " ".join(_wrappers(chunks[0])),
         "optimizer": " ".join(_optimizers(optimizer)),
         "modules": hashlib.sha256("".join(_modules(chunks)).encode()).hexdigest()[:16],
-        "layers": _layers(layout),
+        "layers": "|".join(" ".join(map(_chunk, chunks)) for chunks in layout.stages),
         "world_size": str(len(all_gather(None))),
         "torch": str(torch.__version__),
         "megatron-core": str(versions.installed()),
@@ -129,24 +129,17 @@ def _fields(config: Any, prefix: str = "", left_out: Sequence[str] = ()) -> dict
         return {}
     found = {}
     for field in dataclasses.fields(config):
-        if field.name.startswith(NOT_OF_A_STEP) or field.name in left_out or _is_hook(field):
+        if field.name.startswith(NOT_OF_A_STEP) or field.name in left_out:
             continue
-        value, default = rendered(getattr(config, field.name, None)), rendered(_default(field))
-        if value != default:
+        declared = str(field.type)
+        if field.default is None and ("Callable" in declared or "ContextManager" in declared):
+            continue  # for objects of the running job: timers, callbacks, initialisers
+        makes = field.default_factory
+        default = field.default if makes is dataclasses.MISSING else makes()
+        value = rendered(getattr(config, field.name, None))
+        if value != rendered(default):
             found[prefix + field.name] = value
     return found
-
-
-def _is_hook(field: dataclasses.Field[Any]) -> bool:
-    """Whether the field is for objects of the running job: timers, callbacks, initialisers."""
-    declared = str(field.type)
-    return field.default is None and ("Callable" in declared or "ContextManager" in declared)
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def rendered(value: Any) -> str:
@@ -159,9 +152,10 @@ def rendered(value: Any) -> str:
     if isinstance(value, functools.partial):
         return f"{rendered(value.func)}({rendered(value.args)}, {rendered(value.keywords)})"
     if isinstance(value, Mapping):
-        return _listed(f"{rendered(key)}: {rendered(item)}" for key, item in value.items())
+        items = (f"{rendered(key)}: {rendered(item)}" for key, item in value.items())
+        return f"{{{', '.join(sorted(items))}}}"
     if isinstance(value, (set, frozenset)):
-        return _listed(map(rendered, value))
+        return f"{{{', '.join(sorted(map(rendered, value)))}}}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(rendered, value))}]"
     if hasattr(value, "__qualname__"):  # a class, function or method
@@ -173,16 +167,11 @@ def rendered(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
-def _listed(texts: Iterable[str]) -> str:
-    return f"{{{', '.join(sorted(texts))}}}"
-
-
 def _held(value: Any) -> Iterator[tuple[str, Any]]:
-    """An object's public attributes, sorted by name."""
+    """An object's public attributes, sorted by name; a dataclass's fields in their order."""
+    names = sorted(getattr(value, "__dict__", ()))
     if dataclasses.is_dataclass(value):
         names = [field.name for field in dataclasses.fields(value)]
-    else:
-        names = sorted(getattr(value, "__dict__", ()))
     return (
         (name, getattr(value, name)) for name in names if name[0] != "_" and hasattr(value, name)
     )
@@ -220,11 +209,7 @@ def _modules(chunks: Sequence[torch.nn.Module]) -> list[str]:
     return sorted(set().union(*all_gather(mine)))
 
 
-def _layers(layout: Layout) -> str:
-    """The layers of every stage and chunk, E embedding and L loss: `E0-3 8-11|4-7 12-15L`."""
-    return "|".join(" ".join(map(_chunk, chunks)) for chunks in layout.stages)
-
-
 def _chunk(chunk: Chunk) -> str:
+    """Its layers, E embedding and L loss: `E0-3`."""
     layers = f"{chunk.layers[0]}-{chunk.layers[-1]}" if chunk.layers else "-"
     return f"{'E' * chunk.embedding}{layers}{'L' * chunk.head}"

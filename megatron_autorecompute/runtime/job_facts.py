@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,7 +10,6 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 from megatron_autorecompute.runtime.calls import Calls, whole
-from megatron_autorecompute.runtime.probe import Memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +33,22 @@ class FixedCalls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class _Reporting:
+    """What a program logs with, and what its plans depend on besides Megatron's configs."""
+
+    timers: Any | None = None
+    """Megatron's Timers, read in measuring steps. They are shown beside the sum of layers, and the
+    difference is the stage's residual."""
+    shapes: Mapping[str, str] = field(default_factory=dict)
+    """Further shapes that must be equal for a plan to be used: T5's decoder sequence length."""
+    writers: Callable[[], Sequence[Any]] = lambda: ()
+    """TensorBoard and W&B writers that are on."""
+    iteration: Callable[[], int] | None = None
+    """The step's number in the whole training, for the writers; None: counted in this job."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program(_Reporting):
     """What a training program tells `attach` whose microbatches have one length and whose loop goes
     on after a skipped update: Megatron-LM, Megatron Bridge."""
 
@@ -48,15 +61,10 @@ class Program:
     """Samples per microbatch on one data-parallel rank."""
     seq_length: int
     """Tokens per sample."""
-    timers: Any | None = None
-    """The field of that name of `JobFacts`, like the fields that follow."""
-    shapes: Mapping[str, str] = field(default_factory=dict)
-    writers: Callable[[], Sequence[Any]] = lambda: ()
-    iteration: Callable[[], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class JobFacts:
+class JobFacts(_Reporting):
     """Facts about a training job, collected by `attach`."""
 
     parallelism: Parallelism
@@ -68,19 +76,6 @@ class JobFacts:
     say: Callable[[str], None]
     """Prints on one rank."""
 
-    timers: Any | None = None
-    """Megatron's Timers, read in measuring steps. They are shown beside the sum of layers, and the
-    difference is the stage's residual."""
-
-    shapes: Mapping[str, str] = field(default_factory=dict)
-    """Further shapes that must be equal for a plan to be used: T5's decoder sequence length."""
-
-    writers: Callable[[], Sequence[Any]] = lambda: ()
-    """TensorBoard and W&B writers that are on."""
-
-    iteration: Callable[[], int] | None = None
-    """The step's number in the whole training, for the writers; None: counted in this job."""
-
     without_cuda: bool = False
     """Whether there is no CUDA; bytes then come from `LiveBytes`."""
 
@@ -90,6 +85,3 @@ class JobFacts:
 
     on_close: Callable[[], None] = lambda: None
     """Called when auto ends, with the model given back."""
-
-    memory: Callable[[], AbstractContextManager[Memory]] | None = None
-    """Another place to read bytes from, in every step; for tests that enforce a budget."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal
 
 from megatron_autorecompute.lines import Line, Microbatch, Point, RecordLines, envelope, middle_line
 from megatron_autorecompute.planner.cost.lengths import Arrangement
@@ -22,15 +21,6 @@ from megatron_autorecompute.profile import (
 )
 from megatron_autorecompute.runtime.model_shard import ModelShard
 
-Figure = Literal[
-    "held_bytes",
-    "input_bytes",
-    "forward_level_bytes",
-    "backward_level_bytes",
-    "kept_level_bytes",
-    "forward_ms",
-    "backward_ms",
-]
 Key = tuple[str, LayerPolicy]
 UNEVEN = 1.05
 """Plans are for experts that get more tokens than ever seen, by this factor."""
@@ -47,9 +37,10 @@ class Points:
     """Tokens and `Microbatch.squares` of each microbatch of every call that counts."""
     routed: list[list[Mapping[int, int]]] = field(default_factory=list)
     """Rows that this rank's experts got in each microbatch of every call, by layer."""
-    figures: dict[tuple[Key, Figure], list[tuple[Where, float]]] = field(
+    figures: dict[tuple[Key, str], list[tuple[Where, float]]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    """By a name of `Samples`' bytes, `forward_ms` or `backward_ms`."""
     boundaries: list[tuple[Where, float]] = field(default_factory=list)
     """Bytes of a hidden state."""
     overheads: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
@@ -64,7 +55,7 @@ class Points:
         self.calls.append(list(lengths))
         self.routed.append(list(routed))
 
-    def note(self, key: Key, figure: Figure, microbatch: int, layer: int, value: float) -> None:
+    def note(self, key: Key, figure: str, microbatch: int, layer: int, value: float) -> None:
         """Note a figure of the call that began last; layer: -1 outside of layers."""
         self.figures[key, figure].append(((len(self.calls) - 1, microbatch, layer), value))
 
@@ -183,11 +174,11 @@ class Varying:
         ]
         return envelope(points) if points else Line()
 
-    def _envelope(self, key: Key, figure: Figure) -> Line | None:
+    def _envelope(self, key: Key, figure: str) -> Line | None:
         points = self._points(lambda rank: rank.figures.get((key, figure), []))
         return envelope(points, experts=key[0] in self._experts) if points else None
 
-    def _times(self, key: Key, figure: Figure) -> list[Point]:
+    def _times(self, key: Key, figure: str) -> list[Point]:
         """Times without every rank's first: on its first run code is compiled, tuned or loaded."""
 
         def settled(rank: Points) -> Noted:

@@ -35,9 +35,9 @@ from megatron_autorecompute.profile import (
     with_times_of,
 )
 from megatron_autorecompute.runtime.apply import AppliedPolicy
-from megatron_autorecompute.runtime.lengths_seen import Figure, Points
+from megatron_autorecompute.runtime.lengths_seen import Points
 from megatron_autorecompute.runtime.model_shard import Kind, ModelShard
-from megatron_autorecompute.runtime.offload_counter import Groups, most, with_groups
+from megatron_autorecompute.runtime.offload import Groups, most, with_groups
 from megatron_autorecompute.runtime.probe import (
     DEVICE_CLOCK,
     Clock,
@@ -419,7 +419,7 @@ class Measurement:
         seen = self.samples[signature, self._choice(place)]
         input_bytes = span.input_bytes
         received = place == self._received_by(one)
-        found: dict[Figure, int | float] = {}
+        found: dict[str, int | float] = {}
         if with_bytes and one.phase == "forward":
             base = bases.get(place, span.begin_bytes - input_bytes)
             found = {"held_bytes": _held_bytes(span), "forward_level_bytes": span.peak_bytes - base}
@@ -575,9 +575,14 @@ class Measurement:
         seen = _put_together(by_rank)
         groups = most(*self.shard.all_gather(self._left()))
         stages: dict[int, StageRecord] = {}
-        for pipeline_rank, record in self.shard.all_gather((self.shard.stage, self._stage(static))):
-            known = stages.get(pipeline_rank, record)
-            stages[pipeline_rank] = _larger(known, record)
+        own = StageRecord(
+            layers=tuple(sorted(self.shard.signatures)),
+            static=static,
+            optimizer_step_peak_bytes=max(0, self.optimizer_step_peak_bytes),
+            overhead=self.overhead,
+        )
+        for stage, record in self.shard.all_gather((self.shard.stage, own)):
+            stages[stage] = _larger(stages.get(stage, record), record)
         config = self.shard.config
         embedding = seen["embedding", NONE].record(NONE, 0)
         norm = seen["final_norm", NONE]
@@ -602,14 +607,6 @@ class Measurement:
             host_times_error=max(one.host_error for one in even),
             fingerprint=fingerprint or {},
             assumptions=assumptions,
-        )
-
-    def _stage(self, static: StaticBytes) -> StageRecord:
-        return StageRecord(
-            layers=tuple(sorted(self.shard.signatures)),
-            static=static,
-            optimizer_step_peak_bytes=max(0, self.optimizer_step_peak_bytes),
-            overhead=self.overhead,
         )
 
 

@@ -17,17 +17,15 @@ from megatron_autorecompute.compat.timers import BACKWARD, FORWARD, OPTIMIZER, r
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import MeasuredStep, Profile, RankStep, covers
-from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.calls import AHEAD, SeenTokens
-from megatron_autorecompute.runtime.copy_watch import CopyWatch
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lengths_seen import Points
 from megatron_autorecompute.runtime.measurement import Measurement
-from megatron_autorecompute.runtime.offload_counter import OffloadCounter
-from megatron_autorecompute.runtime.oom_guard import FAILED, CallGuard, until_done, was_lost
+from megatron_autorecompute.runtime.offload import CopyWatch, OffloadCounter
+from megatron_autorecompute.runtime.oom_guard import FAILED, RAISED, say_if_lost
+from megatron_autorecompute.runtime.plan_in_force import PlanInForce
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK
 from megatron_autorecompute.runtime.samples import lower_quartile
-from megatron_autorecompute.runtime.step_memory import static_bytes
 
 WHOLE_STEPS = 3
 """The number of steps under each of two policies in which only Megatron's timers are read."""
@@ -47,23 +45,14 @@ class Measuring:
 
     Args:
         decisions: the decisions of the job.
-        optimizer: Megatron's.
-        applied: the policy in force; switched from step to step.
-        guard: around every step.
+        in_force: has the policy in force, switched from step to step, and the guard of steps.
         seen: tokens of the running call.
     """
 
-    def __init__(
-        self,
-        decisions: Decisions,
-        optimizer: Any,
-        applied: AppliedPolicy,
-        guard: CallGuard,
-        seen: SeenTokens,
-    ) -> None:
+    def __init__(self, decisions: Decisions, in_force: PlanInForce, seen: SeenTokens) -> None:
         self.decisions, self.shard = decisions, decisions.shard
         self.memory, self.job = decisions.memory, decisions.job
-        self.optimizer, self.applied, self.guard = optimizer, applied, guard
+        self.applied, self.guard = in_force.applied, in_force.guard
         self.points: Points | None = None
         """What was seen at which lengths, in a loop whose microbatches differ."""
         if self.job.calls is not None:
@@ -72,7 +61,7 @@ class Measuring:
         self._copies = CopyWatch()
         self.measurement = Measurement(
             self.shard,
-            applied,
+            self.applied,
             points=self.points,
             routed=lambda: seen.routed,
             left=lambda: self._left_layers.found,
@@ -112,7 +101,7 @@ class Measuring:
         profile = self.measurement.profile(
             self.shard.model(),
             self.job.parallelism,
-            static_bytes(self.shard.chunks, self.optimizer),
+            self.memory.static(),
             fingerprint=fingerprint,
         )
         if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
@@ -129,10 +118,10 @@ class Measuring:
         settled, said = 0, False
         longest: tuple[int, ...] = ()
         while settled < SETTLING_STEPS:
-            yield from until_done(self.guard, self._settling)
+            yield from self._until_done(self._settling)
             over = self.decisions.too_lean(self.guard.steps)
             self.is_over_budget = over is not None
-            settled += not self._was_lost() and over is None
+            settled += self._counts() and over is None
             lean = self._at_longest(self.decisions.peaks())
             longest = tuple(map(max, longest, lean)) if longest else lean
             if over and not said:
@@ -148,8 +137,7 @@ class Measuring:
         calls = self.job.calls
         if calls is None or not calls.last:
             return peaks
-        own = static_bytes(self.shard.chunks, self.optimizer).total_bytes
-        static = self.shard.by_stage(own, max)
+        static = self.shard.by_stage(self.memory.static().total_bytes, max)
         longer = max(1.0, self._longest_tokens() / calls.last)
         return tuple(
             math.ceil(fixed + max(0, peak - fixed) * longer)
@@ -195,24 +183,20 @@ class Measuring:
                 step is lost.
             most_steps: the most steps to run; choices that are left stay unmeasured.
         """
-
-        def shown(left: int) -> Iterator[bool]:
-            for _ in self.measurement.policies(room=room, most_steps=left):
-                yield False
-
+        shown = partial(self.measurement.policies, room=room)
         yield from self._in_turn(room, most_steps, shown, self._read)
 
     def _times(self, room: list[int], most_steps: int) -> Steps:
         """Steps in which layers take turns at every choice, and are timed; as `_bytes`."""
         shown = partial(self.measurement.turns, microbatches=self.job.num_microbatches(), room=room)
-        yield from self._in_turn(room, most_steps, lambda left: shown(most_steps=left), self._timed)
+        yield from self._in_turn(room, most_steps, shown, self._timed)
 
     def _whole(self, room: list[int], each: int) -> Steps:
         """So many steps in which nothing but Megatron's own timers is read, under the leanest
         policy and under the richest that there is room for; of several the first does not count."""
         policies = self.measurement.richest(room), self.decisions.leanest
 
-        def shown(_: int) -> Iterator[bool]:
+        def shown(most_steps: int) -> Iterator[bool]:
             for policy in policies:
                 self.applied.switch(policy)
                 yield from (number > 0 or each == 1 for number in range(each))
@@ -223,19 +207,21 @@ class Measuring:
         self,
         room: list[int],
         most_steps: int,
-        shown: Callable[[int], Iterator[bool]],
-        watched: Callable[[bool], AbstractContextManager[None]],
+        shown: Callable[..., Iterator[Any]],
+        watched: Callable[[Any], AbstractContextManager[None]],
     ) -> Steps:
+        """So many steps under the policies that `shown` switches through; what it yields before a
+        step goes to `watched`, which makes the step's context."""
         last = self.guard.steps + most_steps
         while (left := last - self.guard.steps) > 0:
-            for is_timed in shown(left):
+            for is_timed in shown(most_steps=left):
                 if self._left:
                     self._left -= 1
                     more = f"at most {self._left} more after this step"
                     words = more if self._left else "this step is the last"
                     self.job.say(f"recompute auto: measuring, {words}")
-                yield from until_done(self.guard, partial(watched, is_timed))
-                if self._was_lost() and any(room):
+                yield from self._until_done(partial(watched, is_timed))
+                if not self._counts() and any(room):
                     room[:] = [layers // 2 for layers in room]
                     break
             else:
@@ -266,8 +252,12 @@ class Measuring:
 
     # --- one step ---------------------------------------------------------------------------------
 
-    def _was_lost(self) -> bool:
-        return was_lost(self.guard, self.applied.policy, self.job.say)
+    def _until_done(self, step: Callable[[], AbstractContextManager[None]]) -> Steps:
+        """A step, made anew as long as it ends with an exception that the loop survives."""
+        yield step()
+        while self.guard.outcome == RAISED:
+            yield step()
+        say_if_lost(self.guard, self.applied.policy, self.job.say)
 
     def _counts(self) -> bool:
         return self.guard.outcome != FAILED
@@ -309,7 +299,7 @@ class Measuring:
             self._note_whole_step(took_ms)
 
     @contextmanager
-    def _read(self, _: bool) -> Iterator[None]:
+    def _read(self, _: None) -> Iterator[None]:
         with self.memory.measuring() as memory:
             watched = self.measurement.watch(memory, times=False, counts=self._counts)
             with self._copying(), watched, self.guard.step():

@@ -206,11 +206,6 @@ class ModelShard:
         """The signature of every layer of this rank."""
 
     @property
-    def has_experts(self) -> bool:
-        """Whether any layer of the model has experts."""
-        return any(kind.has_experts for kind in self.kinds)
-
-    @property
     def may_offload(self) -> frozenset[int]:
         """Layers of this rank with choices that offload."""
         moved = (kind for kind in self.own_kinds if any(c.offload for c in kind.choices))

@@ -13,18 +13,19 @@ in a loop that does not go on after a skipped update, which has a `CallGuard`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from megatron_autorecompute.compat import lost_step, model_layers
 from megatron_autorecompute.compat.untyped import Chunk
 from megatron_autorecompute.errors import LostStepsError
-from megatron_autorecompute.patched import Temporary, replaced
+from megatron_autorecompute.patched import replaced
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.ranks import all_reduce_max
 
@@ -115,16 +116,11 @@ class StepGuard(CallGuard):
         self._chunks: list[Chunk] = list(chunks)
         self._optimizer = optimizer
         self._config: Any = getattr(chunks[0], "config", None)
-        self._inside = self._failed = self._agreed = self._knows = False
+        self._failed = self._agreed = self._knows = False
         self._why_not = why_not or lost_step.why_no_stand_in(self._config, self._chunks)
-        self._buffers = [
-            (module._buffers, name)
-            for chunk in chunks
-            for module in chunk.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-        self._buffers_before: list[torch.Tensor] | None = None
+        models = map(model_layers.unwrapped, chunks)
+        self._buffers = [buffer for model in models for buffer in model.buffers()]
+        self._buffers_before: list[torch.Tensor] = []
         """What a forward or backward may change, such as running statistics, before the step."""
         self._loss_groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._syncs = [lost_step.BucketSyncs(chunk) for chunk in chunks]
@@ -134,28 +130,21 @@ class StepGuard(CallGuard):
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Replace functions of the model, the optimizer and Megatron's schedule for one step."""
-        self._inside, self._failed, self._agreed = True, False, False
-        finalize = getattr(self._config, "finalize_model_grads_func", None)
-        if finalize is not None:  # a training loop sets it when it starts
-            agreed = Temporary(self._agreed_finalize(finalize), finalize)
-            self._config.finalize_model_grads_func = agreed
-        try:
-            with replaced() as replace:
-                replace(self._optimizer, "step", self._agreed_step)
-                if self._why_not is None:
-                    self._keep_buffers()
-                    for number, chunk in enumerate(self._chunks):
-                        self._syncs[number].note(replace)
-                        replace(chunk, "forward", partial(self._guarded_forward, number))
-                    backward = self._guarded_backward
-                    lost_step.replace_backward(replace, len(self._chunks), self._config, backward)
-                yield
-            if not self._agreed:
-                self._agree()
-        finally:
-            self._inside = self._failed = False
-            if finalize is not None:
-                self._config.finalize_model_grads_func = finalize
+        self._failed = self._agreed = False
+        with replaced() as replace:
+            replace(self._optimizer, "step", self._agreed_step)
+            if getattr(self._config, "finalize_model_grads_func", None) is not None:
+                replace(self._config, "finalize_model_grads_func", self._agreed_finalize)
+            if self._why_not is None:
+                self._keep_buffers()
+                for number, chunk in enumerate(self._chunks):
+                    self._syncs[number].note(replace)
+                    replace(chunk, "forward", partial(self._guarded_forward, number))
+                backward = self._guarded_backward
+                lost_step.replace_backward(replace, len(self._chunks), self._config, backward)
+            yield
+        if not self._agreed:
+            self._agree()
 
     def _why_it_ends(self) -> str:
         return self._why_not or "it happened outside forward and backward"
@@ -181,15 +170,14 @@ class StepGuard(CallGuard):
         block = getattr(model, "decoder", None)
 
         def forward(*args: Any, **named: Any) -> Any:
-            if not self._inside:
-                return original(*args, **named)
             tokens = named.get("input_ids", args[0] if args else None)
             received = getattr(block, "input_tensor", None)
             sizes = getattr(tokens, "shape", None), getattr(received, "shape", None)
             if not self._failed:
                 try:
                     output = original(*args, **named)
-                    self._returned[number] = sizes, _zeros_of(output)
+                    if number not in self._returned or self._returned[number][0] != sizes:
+                        self._returned[number] = sizes, _zeros_of(output)
                     return lost_step.of_chunk(output, number)
                 except torch.OutOfMemoryError:
                     if not self._fail():
@@ -212,8 +200,6 @@ class StepGuard(CallGuard):
         return zeros.new_zeros(shape, requires_grad=zeros.requires_grad)
 
     def _guarded_backward(self, number: int, inputs: Any, original: Callable[[], Any]) -> Any:
-        if not self._inside:
-            return original()
         if not self._failed:
             try:
                 return original()
@@ -222,7 +208,7 @@ class StepGuard(CallGuard):
                     raise
             lost_step.stop_interrupted_timer(self._config)
         self._syncs[number].reduce_owed()
-        return _zeros_like(inputs)
+        return tree_map_only(torch.Tensor, torch.zeros_like, inputs)
 
     # --- on every rank ----------------------------------------------------------------------------
 
@@ -239,8 +225,6 @@ class StepGuard(CallGuard):
 
     def _agreed_finalize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def finalize_model_grads(*args: Any, **named: Any) -> Any:
-            if not self._inside:  # called through a shallow copy of the config
-                return original(*args, **named)
             self._agree(finalizes=True)
             if self.outcome == FAILED:
                 return None
@@ -267,7 +251,7 @@ class StepGuard(CallGuard):
         """Wait for the collectives that all have entered, and restore the state before the step."""
         for syncs in self._syncs:
             syncs.abandon(finalizes)
-        for now, before in zip(self._now(), self._buffers_before or [], strict=True):
+        for now, before in zip(self._buffers, self._buffers_before, strict=False):
             now.copy_(before)
         if self._config is not None:
             lost_step.forget_lost_step(self._config, self._chunks)
@@ -275,34 +259,24 @@ class StepGuard(CallGuard):
             tracker.update({name: group for name, group in groups.items() if group is not None})
 
     def _keep_buffers(self) -> None:
-        if self._buffers_before is None:
-            self._buffers_before = [buffer.clone() for buffer in self._now()]
-        elif self._buffers_before:
-            torch._foreach_copy_(self._buffers_before, self._now())
-
-    def _now(self) -> list[torch.Tensor]:
-        return [cast(torch.Tensor, buffers[name]) for buffers, name in self._buffers]
+        if self._buffers_before:
+            torch._foreach_copy_(self._buffers_before, self._buffers)
+        else:
+            self._buffers_before = [buffer.clone() for buffer in self._buffers]
 
 
 Sizes = tuple[torch.Size | None, torch.Size | None]
 """Sizes of a microbatch's tokens, and of the hidden states from the previous stage, or None."""
 
 
-def until_done(guard: CallGuard, step: Callable[[], Step]) -> Generator[Step, None, None]:
-    """A step, made anew as long as it ends with an exception that the training loop survives."""
-    yield step()
-    while guard.outcome == RAISED:
-        yield step()
-
-
-def was_lost(guard: CallGuard, policy: RecomputePolicy, say: Callable[[str], None]) -> bool:
-    """Whether a rank ran out of memory in the step that has just run; says so.
+def say_if_lost(guard: CallGuard, policy: RecomputePolicy, say: Callable[[str], None]) -> None:
+    """Say that a rank ran out of memory in the step that has just run, if one did.
 
     Raises:
         LostStepsError: the steps before it were lost too, down to the leanest policy.
     """
     if guard.outcome != FAILED:
-        return False
+        return
     if guard.lost_in_a_row == LOST_IN_A_ROW:
         raise LostStepsError(
             f"The last {LOST_IN_A_ROW} steps ran out of memory and were lost, the last one "
@@ -311,7 +285,6 @@ def was_lost(guard: CallGuard, policy: RecomputePolicy, say: Callable[[str], Non
             "tensor, context or pipeline parallel ranks, or fewer other things on the device."
         )
     say("recompute auto: out of memory; this step's update was skipped.")
-    return True
 
 
 def notches(guard: CallGuard) -> int:
@@ -331,23 +304,14 @@ def _zeros_of(output: Any) -> Callable[[], Any]:
     """A function that makes zeros in the form of a model's output: one tensor (GPT), several
     (BERT), a dictionary, a dataclass. Other outputs are not kept, because they could hold all
     activations."""
-    if isinstance(output, torch.Tensor):
-        shape, dtype, device = output.shape, output.dtype, output.device
-        trained = output.is_floating_point()
-        return lambda: torch.zeros(shape, dtype=dtype, device=device, requires_grad=trained)
-    if isinstance(output, Mapping):
-        values = {name: _zeros_of(value) for name, value in output.items()}
-        return lambda: {name: make() for name, make in values.items()}
-    if isinstance(output, (list, tuple)):
-        parts = [_zeros_of(part) for part in output]
-        return lambda: tuple(make() for make in parts)
     if is_dataclass(output):
         attributes, kind = _zeros_of(vars(output)), cast(Callable[..., Any], type(output))
         return lambda: kind(**attributes())
-    return lambda: None
+    leaves, form = tree_flatten(output)
+    made = [_zeros(leaf) if isinstance(leaf, torch.Tensor) else lambda: None for leaf in leaves]
+    return lambda: tree_unflatten([make() for make in made], form)
 
 
-def _zeros_like(tensors: Any) -> Any:
-    if isinstance(tensors, (list, tuple)):
-        return [_zeros_like(tensor) for tensor in tensors]
-    return None if tensors is None else torch.zeros_like(tensors)
+def _zeros(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    trained, kind = tensor.is_floating_point(), {"dtype": tensor.dtype, "device": tensor.device}
+    return partial(torch.zeros, tensor.shape, requires_grad=trained, **kind)

@@ -8,7 +8,7 @@ import logging
 import statistics
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from megatron_autorecompute.compat import offload_modules
@@ -16,18 +16,18 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import Profile, with_missed_bytes
 from megatron_autorecompute.runtime.apply import AppliedPolicy
 from megatron_autorecompute.runtime.calls import Calls, CallShape
-from megatron_autorecompute.runtime.copy_watch import CopyWatch
 from megatron_autorecompute.runtime.decisions import Decisions
-from megatron_autorecompute.runtime.offload_choices import without_offload
+from megatron_autorecompute.runtime.offload import CopyWatch, without_offload
 from megatron_autorecompute.runtime.oom_guard import (
     FAILED,
     FINE,
     RAISED,
+    SHORT,
     CallGuard,
     Step,
     StepGuard,
     notches,
-    was_lost,
+    say_if_lost,
 )
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.ranks import on_rank_0
@@ -45,23 +45,6 @@ LATE = 0.01
 _STAYS = "Offload stays"
 Key = tuple[CallShape, tuple[int, ...]]
 """A call's shape, and the budget of every stage."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """What plans for the lengths of calls saved, against one plan for the longest."""
-
-    calls: int
-    shorter: int
-    """Calls that ran a plan for less than the longest."""
-    share: float
-    """The share of the calls under one plan in the predicted time of all calls."""
-
-    def __str__(self) -> str:
-        return (
-            f"recompute auto: {self.shorter} of {self.calls} calls ran a plan for shorter "
-            f"microbatches, which saved {self.share:.1%} of the predicted time of one plan for all"
-        )
 
 
 class PlansByShape:
@@ -84,7 +67,7 @@ class PlansByShape:
         """Run the plan for the next call, solved from what the running one knows."""
         profile, missed = plan.profile, self._calls.missed_bytes
         if self._budgets is None:  # not the plan's, in which a call may have gone over them
-            self._budgets = self._decisions.whole_budgets(plan.profile)
+            self._budgets = self._decisions.budgets(plan.profile, today=False)
         uneven = self._decisions.with_routed(plan, self._calls.most_routed)
         if uneven is not None:  # what was missed is of this
             profile = uneven
@@ -120,10 +103,10 @@ class PlansByShape:
         """Keep no plan: each knows less than the one that runs now."""
         self._plans.clear()
 
-    def saving(self) -> Saving | None:
-        """What the plans saved so far; None before any ran."""
+    def saving(self) -> str:
+        """What the plans saved so far against one plan for the longest; empty before any ran."""
         if not self._plans:
-            return None
+            return ""
         longest = max(self._plans, key=lambda key: key[0].tokens)
         policy = self._plans[longest].policy
         taken_ms = saved_ms = 0.0
@@ -135,8 +118,11 @@ class PlansByShape:
                 saved_ms += one_ms - own.cost.step_ms * times
         top = longest[0].tokens
         shorter = sum(n for (shape, _), n in self._ran.items() if shape.tokens < top)
-        calls = sum(self._ran.values())
-        return Saving(calls, shorter, saved_ms / taken_ms if taken_ms else 0.0)
+        share = saved_ms / taken_ms if taken_ms else 0.0
+        return (
+            f"recompute auto: {shorter} of {sum(self._ran.values())} calls ran a plan for shorter "
+            f"microbatches, which saved {share:.1%} of the predicted time of one plan for all"
+        )
 
     def _say(self, what: str) -> None:
         self._decisions.job.say(f"recompute auto: {what}")
@@ -171,7 +157,7 @@ class PlanInForce:
         store: PlanStore,
     ) -> None:
         self._decisions, self._memory, self._job = decisions, decisions.memory, decisions.job
-        self._applied, self._store = applied, store
+        self.applied, self._store = applied, store
         self.plan: Plan | None = None
         """The plan that runs; None before the first."""
         self._is_read = False
@@ -189,35 +175,22 @@ class PlanInForce:
 
     def switch(self, plan: Plan) -> None:
         """Run a plan from the next step on, on every rank."""
-        if self._applied.policy != plan.policy:
-            self._begin(plan)
-        self.plan = plan
-
-    def _begin(self, plan: Plan) -> None:
-        self._applied.switch(plan.policy)
-        self._memory.plan_begins()
+        if self.applied.policy != plan.policy:
+            self.applied.switch(plan.policy)
+            self._memory.plan_begins()
         self.plan = plan
 
     def run(self, plan: Plan, what: str) -> None:
         """Run a plan as `switch` does, and say so; `what` describes it in the log."""
-        self._begin(plan)
+        self.applied.switch(plan.policy)
+        self._memory.plan_begins()
+        self.plan = plan
         fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)
         self._job.say(
             f"recompute auto: running {what}; predicted {gib(plan.cost.stages[fullest].peak.bytes)}"
             f" of {gib(plan.budget_bytes[fullest])} GiB on stage {fullest}, the fullest, and "
             f"{plan.cost.step_ms:,.0f} ms a step"
         )
-
-    def try_step(self, plan: Plan, what: str) -> Generator[Step, None, Plan | None]:
-        """Run the plan for one step; if that was lost, run and save the next plan down.
-
-        Raises:
-            LostStepsError: the steps before it were lost too, down to the leanest policy.
-        """
-        self.run(plan, what)
-        yield from self.warm_up(plan)
-        yield self._step(reads_bytes=True)
-        return self._step_down(plan) if self._was_lost() else None
 
     def warm_up(self, plan: Plan) -> Generator[Step, None, None]:
         """Run the step that Megatron's offload needs before it keeps what it will keep."""
@@ -230,27 +203,29 @@ class PlanInForce:
         *,
         reads_bytes: bool,
         around: Callable[[], Step] = nullcontext,
+        down_after: Sequence[int] = (SHORT, FAILED),
     ) -> Generator[Step, None, Plan]:
-        """Run one step under the plan; returns the next plan down if it ran short of memory.
+        """Run one step under the plan; returns the plan that runs then, the next one down if this
+        step ran short of memory.
 
         Args:
             plan: the one in force.
             reads_bytes: whether the step's peak is read.
             around: makes a context around the step.
+            down_after: outcomes after which the next plan down replaces this one.
 
         Raises:
-            LostStepsError: as `try_step`.
+            LostStepsError: the steps before it were lost too, down to the leanest policy.
         """
         yield self._step(reads_bytes, around)
-        if self._was_lost() or self.guard.outcome not in (FINE, RAISED):
-            return self._step_down(plan)
-        return plan
+        say_if_lost(self.guard, self.applied.policy, self._job.say)
+        return self._step_down(plan) if self.guard.outcome in down_after else plan
 
     def steps(self, plan: Plan) -> Generator[Step, None, None]:
         """Run steps without end, each under a plan for its number of microbatches.
 
         Raises:
-            LostStepsError: as `try_step`.
+            LostStepsError: as `one_step`.
         """
         while True:
             if self._by_shape is not None:
@@ -272,9 +247,6 @@ class PlanInForce:
         read = self._memory.watching() if reads_bytes else nullcontext()
         with read, around(), self.guard.step():
             yield
-
-    def _was_lost(self) -> bool:
-        return was_lost(self.guard, self._applied.policy, self._job.say)
 
     def _step_down(self, plan: Plan) -> Plan:
         """Run and save the next plan down; returns it, or the same plan if none needs less."""
@@ -305,14 +277,9 @@ class PlanInForce:
             short[self._decisions.shard.stage] = self._decisions.short_bytes(self.plan.profile)
         return short
 
-    @property
-    def was_raised(self) -> bool:
-        """Whether the last step ended with an exception on some rank, and so shows nothing."""
-        return self.guard.outcome == RAISED
-
-    def saving(self) -> Saving | None:
-        """What plans for shorter calls saved against one plan at the cap; None before any ran."""
-        return None if self._by_shape is None else self._by_shape.saving()
+    def saving(self) -> str:
+        """As `PlansByShape.saving`; empty where calls do not differ."""
+        return "" if self._by_shape is None else self._by_shape.saving()
 
     def _is_short(self) -> bool:
         """Whether this rank passed its budget in this step, or its allocator had to retry."""
@@ -376,10 +343,12 @@ def climb(
             # The next call may have other lengths than the last one, and so another need.
             goal = budgets if is_whole else _halfway(decisions.lean_peaks(profile), budgets)
             plan = decisions.solved(profile, goal, notes)
-            smaller = yield from in_force.try_step(plan, what)
-            if smaller is not None:
-                return smaller
-            if not in_force.was_raised:
+            in_force.run(plan, what)
+            yield from in_force.warm_up(plan)
+            after = yield from in_force.one_step(plan, reads_bytes=True, down_after=(FAILED,))
+            if in_force.guard.outcome == FAILED:
+                return after
+            if in_force.guard.outcome != RAISED:
                 break
         if is_whole and decisions.are_kept(plan):
             break

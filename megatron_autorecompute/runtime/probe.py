@@ -10,11 +10,12 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.patched import TemporaryHook
@@ -452,17 +453,10 @@ def _tensor(call: tuple[Any, ...]) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(output: Any) -> list[torch.Tensor]:
     """The tensors in what a model returned: one (GPT), several (BERT), a dictionary, an object."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from _tensors_in(tuple(output.values()))
-    elif isinstance(output, (list, tuple)):
-        for part in output:
-            yield from _tensors_in(part)
-    elif is_dataclass(output):
-        yield from _tensors_in(tuple(getattr(output, each.name) for each in fields(output)))
+    parts = vars(output) if is_dataclass(output) else output
+    return [leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
 
 
 def is_recomputing() -> bool:

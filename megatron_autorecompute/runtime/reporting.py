@@ -12,19 +12,17 @@ from functools import cache, partial
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.terminal import (
     imbalance_lines,
-    legend,
     measured_step_view,
-    strip,
+    stages_view,
 )
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.job_facts import JobFacts
-from megatron_autorecompute.units import GIB, gib
+from megatron_autorecompute.units import GIB
 
 
 def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
@@ -75,55 +73,24 @@ WIDTH = 100
 def plan_text(plan: Plan, measured_bytes: Sequence[int] | None, leanest_ms: float) -> str:
     """One row per stage, a legend, notes, and the step's time beside the alternatives.
 
-    "predicted" contains the bytes that were added after the job ran short of memory.
+    The peak contains the bytes that were added after the job ran short of memory.
 
     Args:
         plan: the plan that runs.
         measured_bytes: peak of every stage in a step under this plan; None if none was read.
         leanest_ms: predicted step of the leanest policy, full recompute if Megatron allows it.
     """
-    text = io.StringIO()
-    Console(file=text, width=WIDTH).print(_stages(plan, measured_bytes))
     steps = [f"predicted step {plan.cost.step_ms:,.0f} ms", f"full recompute {leanest_ms:,.0f} ms"]
     if plan.best_manual is None:
         steps.append("none of Megatron's own settings fits")
     else:
         steps.append(f"best manual {plan.best_manual.name} {plan.best_manual.step_ms:,.0f} ms")
-    lines = [f"{text.getvalue()}{_legend(plan)}", *plan.notes]
-    lines += imbalance_lines(plan.profile, plan.imbalance_percentile)
-    lines += _measured_step(plan)
-    return "\n".join([*lines, f"recompute auto: {'; '.join(steps)}"])
-
-
-def _measured_step(plan: Plan) -> list[str]:
+    notes = *plan.notes, *imbalance_lines(plan.profile, plan.imbalance_percentile)
     text = io.StringIO()
-    Console(file=text, width=WIDTH, highlight=False).print(*measured_step_view(plan), sep="\n")
-    return text.getvalue().rstrip().splitlines()
-
-
-def _stages(plan: Plan, measured_bytes: Sequence[int] | None) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("stage", justify="right")
-    table.add_column("policy", overflow="fold")
-    for name in ("predicted GiB", "measured", "budget"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for stage, chunks in enumerate(plan.layout.stages):
-        table.add_row(
-            str(stage),
-            Text(strip(plan.policy, chunks)),
-            gib(plan.cost.stages[stage].peak.bytes),
-            "-" if measured_bytes is None else gib(measured_bytes[stage]),
-            gib(plan.budget_bytes[stage]),
-        )
-    return table
-
-
-def _legend(plan: Plan) -> str:
-    single = {s: choice for choice, s in legend(plan.policy).items() if choice.group == 1}
-    meanings = [f"{symbol} {choice}" for symbol, choice in sorted(single.items())]
-    if any(choice.group > 1 for choice in plan.policy.layers):
-        meanings.append("(FF) one checkpoint around these")
-    return "   ".join([*meanings, "E embedding", "L head and loss", "| next chunk"])
+    console = Console(file=text, width=WIDTH, highlight=False)
+    console.print(stages_view(plan, measured_bytes), *map(Text, notes), sep="\n")
+    console.print(*measured_step_view(plan), sep="\n")
+    return f"{text.getvalue().rstrip()}\nrecompute auto: {'; '.join(steps)}"
 
 
 logger = logging.getLogger(__name__)

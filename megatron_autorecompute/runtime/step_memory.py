@@ -14,8 +14,8 @@ it shows as a growing maximum.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,9 +25,6 @@ from megatron_autorecompute.profile import StaticBytes
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 from megatron_autorecompute.runtime.probe import CudaBytes, Memory
 
-Source = Callable[[], AbstractContextManager[Memory]]
-"""Opens another source of bytes, in every step anew."""
-
 
 class StepMemory:
     """Reads this rank's bytes, one step after the other.
@@ -36,7 +33,6 @@ class StepMemory:
         chunks: this rank's model chunks.
         optimizer: Megatron's optimizer on them.
         without_cuda: whether bytes come from `LiveBytes`, because there is no CUDA allocator.
-        source: another source of bytes; for tests that enforce a budget.
         resets: whether the peak restarts at every step, because other work runs between two.
     """
 
@@ -45,7 +41,6 @@ class StepMemory:
         chunks: Sequence[torch.nn.Module],
         optimizer: Any,
         without_cuda: bool,
-        source: Source | None = None,
         resets: bool = False,
     ) -> None:
         self.peak_bytes = 0
@@ -53,7 +48,7 @@ class StepMemory:
         self.fragmentation_bytes = 0
         """The most reserved less the most allocated, over all measuring steps."""
         self._chunks, self._optimizer = chunks, optimizer
-        self._without_cuda, self._source, self._resets = without_cuda, source, resets
+        self._without_cuda, self._resets = without_cuda, resets
         self.torch_peaks: tuple[int | None, int | None] = (None, None)
         """The most bytes allocated, and reserved, by the process in the last step of `beside`;
         None without CUDA."""
@@ -64,19 +59,22 @@ class StepMemory:
         self._reading: Memory | None = None
         self._static_bytes = self._peak_before = self._retries_before = 0
 
+    def static(self) -> StaticBytes:
+        """What this rank keeps through steps."""
+        return static_bytes(self._chunks, self._optimizer)
+
     def read_others(self) -> None:
         """Note, at the beginning of a step, what others hold in this process."""
         if self._without_cuda:
             return
         gc.collect()  # unreachable cycles are not held by anyone
-        own_bytes = static_bytes(self._chunks, self._optimizer).total_bytes
-        more_bytes = torch.cuda.memory_allocated() - own_bytes
+        more_bytes = torch.cuda.memory_allocated() - self.static().total_bytes
         self.others_bytes = max(self.others_bytes or 0, more_bytes)
 
     @property
     def is_cheap(self) -> bool:
         """Whether every step can be read: `LiveBytes` slows a step down."""
-        return not self._without_cuda or self._source is not None
+        return not self._without_cuda
 
     def begin_measuring(self) -> None:
         """Free cached memory left from building the model, which would count as fragmentation."""
@@ -147,13 +145,12 @@ class StepMemory:
 
     @contextmanager
     def _opened(self) -> Iterator[Memory]:
-        if not self._without_cuda and self._source is None:
+        if not self._without_cuda:
             yield CudaBytes()
             return
         # Static tensors made in this step, such as optimizer state, count as they are made.
-        self._static_bytes = static_bytes(self._chunks, self._optimizer).total_bytes
-        source = self._source or (lambda: LiveBytes(tensors(self._chunks, self._optimizer)))
-        with source() as memory:
+        self._static_bytes = self.static().total_bytes
+        with LiveBytes(tensors(self._chunks, self._optimizer)) as memory:
             memory.reset_peak()
             yield memory
 
@@ -177,20 +174,12 @@ def available_bytes() -> int:
 
 def tensors(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[torch.Tensor]:
     """Parameters, gradient buffers, optimizer state and shared buffers of this rank."""
-    return _on_device(
-        chunks,
-        _parameters(chunks)
-        + _gradients(chunks)
-        + _optimizer_state(optimizer)
-        + parallel.global_buffers(),
-    )
+    return [tensor for part in _of_rank(chunks, optimizer) for tensor in part]
 
 
 def static_bytes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> StaticBytes:
     """Bytes of these tensors by type; complete after the optimizer's first step."""
-    parameters = _on_device(chunks, _parameters(chunks))
-    gradients = _on_device(chunks, _gradients(chunks))
-    state = _on_device(chunks, _optimizer_state(optimizer))
+    parameters, gradients, state, buffers = _of_rank(chunks, optimizer)
     parameter_bytes = storage_bytes(parameters)
     gradient_bytes = storage_bytes(parameters + gradients) - parameter_bytes
     # In fp32 the optimizer works on the parameters themselves.
@@ -199,16 +188,17 @@ def static_bytes(chunks: Sequence[torch.nn.Module], optimizer: Any) -> StaticByt
         parameter_bytes=parameter_bytes,
         gradient_bytes=gradient_bytes,
         optimizer_state_bytes=everything - parameter_bytes - gradient_bytes,
-        buffer_bytes=storage_bytes(_on_device(chunks, parallel.global_buffers())),
+        buffer_bytes=storage_bytes(buffers),
     )
 
 
-def _on_device(
-    chunks: Sequence[torch.nn.Module], found: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The tensors on the training device: an optimizer may keep its state in host memory."""
-    devices = [parameter.device for chunk in chunks for parameter in chunk.parameters()]
-    return [tensor for tensor in found if tensor.device in devices[:1]]
+def _of_rank(chunks: Sequence[torch.nn.Module], optimizer: Any) -> list[list[torch.Tensor]]:
+    """Parameters, gradient buffers, optimizer state and shared buffers on the training device: an
+    optimizer may keep its state in host memory."""
+    devices = [parameter.device for chunk in chunks for parameter in chunk.parameters()][:1]
+    state, buffers = _optimizer_state(optimizer), parallel.global_buffers()
+    parts = _parameters(chunks), _gradients(chunks), state, buffers
+    return [[tensor for tensor in part if tensor.device in devices] for part in parts]
 
 
 def _parameters(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:

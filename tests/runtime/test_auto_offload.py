@@ -12,7 +12,7 @@ from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import FULL, NONE
-from megatron_autorecompute.runtime import offload_choices
+from megatron_autorecompute.runtime import offload
 from megatron_autorecompute.runtime.job_facts import FixedCalls
 from testing.ranks import run_ranks
 from tests.default_model import layers
@@ -51,7 +51,7 @@ def trained(path, waited_ms, steps, attached=False):
     from megatron_autorecompute.runtime.attach import attach
     from megatron_autorecompute.runtime.auto_options import AutoOptions
     from megatron_autorecompute.runtime.controller import Auto, JobFacts
-    from megatron_autorecompute.runtime.copy_watch import CopyWatch
+    from megatron_autorecompute.runtime.offload import CopyWatch
     from testing.offload_on_cpu import offload_on_cpu
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=SHAPE.pipeline_stages)
@@ -79,7 +79,7 @@ def trained(path, waited_ms, steps, attached=False):
     watch = mock.patch.multiple(CopyWatch, link=link, waited_ms=lambda _: waited_ms)
     work = Work()
     clock = mock.patch("time.thread_time", side_effect=lambda: work.seconds)
-    few = mock.patch.object(offload_choices, "choices", return_value=(NONE, FULL))
+    few = mock.patch.object(offload, "choices", return_value=(NONE, FULL))
     with offload_on_cpu(), watch, work, clock, few:
         if attached:
             given = {"budget_gib": BUDGET_GIB, "plan_path": path, "say": said.append}
@@ -164,4 +164,4 @@ def test_a_restart_whose_copies_do_not_hide_says_so_and_gives_offload_up(auto, t
 )
 def test_where_nothing_can_be_offloaded_auto_refuses_leave_to_do_so(fields, blocks, varies, said):
     with pytest.raises(AutorecomputeError, match=said):
-        offload_choices.refuse(SimpleNamespace(**fields), blocks=blocks, varies=varies)
+        offload.refuse(SimpleNamespace(**fields), blocks=blocks, varies=varies)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.options import add_flags, from_flags
-from megatron_autorecompute.runtime.auto_options import AutoOptions
+from megatron_autorecompute.runtime.auto_options import AutoOptions, budget_bytes
 
 pytestmark = pytest.mark.any_version
 
@@ -51,9 +51,10 @@ def test_flags_reach_the_fields_with_their_types():
 
 def test_gib_are_powers_of_two():
     assert AutoOptions(recompute_memory_budget_gib=1.5).budget_bytes == 3 * 2**29
-    assert AutoOptions(recompute_memory_reserve_gib=0.0).reserve_bytes == 0
     assert AutoOptions().budget_bytes is None
-    assert AutoOptions().reserve_bytes is None
+    for reserve_gib, left in ((0.0, 2**31), (1.5, 2**29), (None, 2**31 - 7)):
+        options = AutoOptions(recompute_memory_reserve_gib=reserve_gib)
+        assert budget_bytes(options, available_bytes=2**31, fragmentation_bytes=7) == left
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
 
     from megatron_autorecompute.compare.workload import TrainingJob
     from megatron_autorecompute.profile import Parallelism
+    from megatron_autorecompute.runtime import step_memory
     from megatron_autorecompute.runtime.apply import HOLDER_KEY
     from megatron_autorecompute.runtime.auto_options import AutoOptions
     from megatron_autorecompute.runtime.controller import Auto, JobFacts
@@ -63,8 +64,10 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
         lambda: microbatches(len(losses)),
         said.append,
         without_cuda=True,
-        memory=enforced.reading if fails_in else None,
     )
+    if fails_in:  # in a process of its own
+        step_memory.LiveBytes = lambda _: enforced.reading()
+        step_memory.StepMemory.is_cheap = True
     tuner = Auto(job.chunks, job.optimizer, options, facts)
     steps = changes.get("steps", STEPS)
     for _ in range(steps):

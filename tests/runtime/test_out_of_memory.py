@@ -506,7 +506,7 @@ GATHERS = Case(
 @pytest.mark.parametrize(
     "case",
     [
-        Case("expert tensor", INSIDE, "moe", sizes={"expert_tensor_parallel_size": 2}),
+        Case("expert parallel", INSIDE, "moe", sizes={"expert_tensor_parallel_size": 2}),
         Case("global_aux_loss", INSIDE, "moe", config=MET),
         Case("first step", INSIDE, lost=0),
         GATHERS,

@@ -1,0 +1,548 @@
+"""Offload in `auto`: the choices that offload, what leaves a layer under them, and how fast copies
+run. What leaves and the copies are watched in Megatron's own code as it runs.
+
+To count what leaves, Megatron's manager must be in its warm-up, in which all groups leave. A group
+comes back when Megatron asks for it, but not before its layer's backward begins: what an earlier
+layer's backward prefetches is for the planner to place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import socket
+import statistics
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_autorecompute import megatron_fields
+from megatron_autorecompute.compat import model_layers, offload_modules, rules
+from megatron_autorecompute.compat.offload_modules import Method
+from megatron_autorecompute.compat.untyped import Layer
+from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.policy import LayerPolicy
+from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup, Profile
+from megatron_autorecompute.runtime.host_memory import free_bytes
+from megatron_autorecompute.runtime.model_shard import MAX_CHOICES, Choices, choices
+from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, Clock, is_recomputing
+from megatron_autorecompute.runtime.ranks import all_gather
+
+ATTENTION = ("core_attn", "attn_proj")
+EXPERTS = ("expert_fc1", "moe_act")
+MEASURED_SETS = (ATTENTION, EXPERTS, (*ATTENTION, *EXPERTS), tuple(offload_modules.SWITCHES))
+"""What `auto` measures, as far as a layer has it: attention, experts, both, all."""
+
+
+def with_offload(plain: Choices, layer: Layer, sets: Sequence[Sequence[str]]) -> Choices:
+    """A layer's choices, and each without full that also offloads one of the sets of modules, as
+    far as the layer has them and Megatron allows it."""
+    own = [tuple(m for m in modules if offload_modules.switch(layer, m)) for modules in sets]
+    found = [
+        replace(choice, offload=modules)
+        for modules in dict.fromkeys(filter(None, own))
+        for choice in plain
+        if choice.granularity in ("none", "selective")
+    ]
+    return (*plain, *(choice for choice in found if rules.is_allowed(layer.config, choice)))
+
+
+def without_parts(found: Choices) -> Choices:
+    """The choices without those that need checkpoints of ours: if any layer offloads, all
+    checkpoints are Megatron's own."""
+    return tuple(each for each in found if not (each.own or each.rerun_all))
+
+
+def measured(layer: Layer) -> Choices:
+    """What `auto` measures where it may offload: besides a layer's choices at most as many again,
+    first those that recompute least."""
+    plain = without_parts(choices(layer))
+    small = (choice for choice in plain if choice.granularity in ("none", "selective"))
+    offloading = (with_offload((choice,), layer, MEASURED_SETS)[1:] for choice in small)
+    return (*plain, *itertools.islice(itertools.chain.from_iterable(offloading), MAX_CHOICES))
+
+
+def refuse(config: TransformerConfig, *, blocks: int, varies: bool) -> None:
+    """Raise an error if `auto` cannot offload in this job, though it was allowed to.
+
+    Args:
+        config: the model's TransformerConfig.
+        blocks: stacks of layers in the model; with an encoder or a tower there are two.
+        varies: whether calls differ in lengths and numbers of microbatches.
+
+    Raises:
+        OptionError: the config offloads on its own, or offload cannot run in this job.
+        MachineError: Transformer Engine is missing, or not told to use its first offload.
+    """
+    own = megatron_fields.offload_of(config)
+    instead = "Leave --recompute-allow-offload out."
+    if own is not None:
+        raise OptionError(
+            f"--recompute-allow-offload was given, and the config offloads on its own ({own}). "
+            "Leave one of them out."
+        )
+    if varies:
+        raise OptionError(
+            "recompute_allow_offload was given to a loop whose calls differ: Megatron's offload "
+            "learns the microbatches of one call, and pins host memory for every shape. In a loop "
+            "whose calls are all alike say so: attach(..., allow_offload=FixedCalls(...)). "
+            "Otherwise leave it out."
+        )
+    if blocks > 1:
+        raise OptionError(
+            "--recompute-allow-offload was given with a model of two stacks of layers, and "
+            f"Megatron's offload knows one. {instead}"
+        )
+    offload_modules.check_machine()
+
+
+def without_offload(profile: Profile) -> Profile:
+    """The profile without what was recorded of offload."""
+    kinds = (
+        replace(
+            kind,
+            choices=tuple(record for record in kind.choices if not record.policy.offload),
+            inert={name: same for name, same in kind.inert.items() if "+offload[" not in name},
+        )
+        for kind in profile.kinds
+    )
+    return replace(profile, kinds=tuple(kinds), host_link=None)
+
+
+# --- what leaves ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One tensor that leaves."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    storage_bytes: int
+    host_bytes: int
+    freed: bool = False
+    """Whether Megatron empties the storage at once."""
+
+    def leaves(self) -> bool:
+        """Whether its memory is free before the backward. What a checkpoint has emptied later it
+        would also have emptied without offload."""
+        return self.freed or self.storage() is None
+
+
+class _Pass:
+    """A layer's forward or backward in one microbatch; made when it begins."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._began = clock, clock.now()
+        self._copied: list[tuple[Any, Any]] = []
+        """Moments between which Megatron copied, or waited for copies."""
+
+    def worked(self) -> Callable[[], float]:
+        """What tells, after the step, the milliseconds of work until now, without copies."""
+        return functools.partial(self._worked_ms, self._clock.now(), len(self._copied))
+
+    def _worked_ms(self, now: Any, copies: int) -> float:
+        copied_ms = sum(self._clock.ms_between(*pair) for pair in self._copied[:copies])
+        return self._clock.ms_between(self._began, now) - copied_ms
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """What runs inside is no work of the pass."""
+        before = self._clock.now()
+        yield
+        self._copied.append((before, self._clock.now()))
+
+
+@dataclass(slots=True)
+class _Group:
+    name: str
+    copies: list[_Copy]
+    committed: Callable[[], float]
+    """Work until the group's forward had run."""
+    back: Callable[[], float] | None = None
+    """Work until the group's backward began; None: it has not."""
+    done: Callable[[], float] = lambda: math.inf
+    """Work until the group's backward had run."""
+    device_bytes: int = 0
+
+    def seen(self) -> SeenGroup:
+        """The group, once its backward has run."""
+        back_ms = math.inf if self.back is None else self.back()
+        host_bytes = sum(copy.host_bytes for copy in self.copies)
+        times_ms = self.committed(), back_ms, self.done()
+        return SeenGroup(self.name, self.device_bytes, host_bytes, *times_ms)
+
+
+@dataclass(slots=True)
+class _LayerRun:
+    """One layer in one microbatch."""
+
+    index: int
+    forward: _Pass
+    groups: list[_Group] = field(default_factory=list)
+    """The groups, in the order of their commits."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenGroup:
+    """A group that left a layer."""
+
+    name: str
+    device_bytes: int
+    host_bytes: int
+    committed_ms: float
+    """Time of the layer's forward, without copies, until the group's forward had run."""
+    back_ms: float
+    """Time of the layer's backward, without copies, until the group's backward began."""
+    done_ms: float
+    """Time of the layer's backward, without copies, until the group's backward had run."""
+
+    def of(self, record: ChoiceRecord) -> OffloadGroup:
+        """The group in a record of the layer."""
+        begin, end = (_share(at, record.backward_ms) for at in (self.back_ms, self.done_ms))
+        return OffloadGroup(
+            self.name,
+            device_bytes=self.device_bytes,
+            host_bytes=self.host_bytes,
+            forward_end=_share(self.committed_ms, record.forward_ms),
+            backward_begin=begin,
+            backward_end=max(begin, end),
+        )
+
+
+def _share(at_ms: float, whole_ms: float) -> float:
+    return 1.0 if whole_ms <= 0 else min(1.0, max(0.0, at_ms / whole_ms))
+
+
+Groups = dict[tuple[int, LayerPolicy], tuple[SeenGroup, ...]]
+"""The groups of the microbatch in which most bytes left, by layer and choice."""
+
+
+def most(*found: Groups) -> Groups:
+    """The groups with the most bytes of each layer and choice."""
+    result: Groups = {}
+    for key, groups in itertools.chain.from_iterable(one.items() for one in found):
+        if _host_bytes(groups) > _host_bytes(result.get(key, ())):
+            result[key] = groups
+    return result
+
+
+def _host_bytes(groups: Sequence[SeenGroup]) -> int:
+    return sum(group.host_bytes for group in groups)
+
+
+def with_groups(record: ChoiceRecord, layers: Sequence[int], found: Groups) -> ChoiceRecord:
+    """A record with the groups of its choice, of the layer from which most bytes left."""
+    own = (found.get((layer, record.policy), ()) for layer in layers)
+    groups = max(own, key=_host_bytes, default=())
+    return replace(record, offload_groups=tuple(group.of(record) for group in groups))
+
+
+class OffloadCounter:
+    """Counts the groups of every layer in the steps inside `watching`.
+
+    Args:
+        chunks: the shard's; their layers offload as the policy in force says.
+        clock: the clock of the layers' work.
+        layers: indices of those that may offload; without any, no layer is watched.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        clock: Clock,
+        layers: Collection[int],
+    ) -> None:
+        self._clock = clock
+        self._chunks = chunks
+        self._pairs = [
+            (layer, index)
+            for layer, index in model_layers.numbered_layers(chunks)
+            if index in layers
+        ]
+        self.found: Groups = {}
+        """What was kept."""
+        self._runs: dict[int, _LayerRun] = {}  # of the running forward, by layer
+        self._run_of: dict[int, _LayerRun] = {}  # by id of Megatron's group
+        self._forward: _LayerRun | None = None
+        self._backward: tuple[_LayerRun, _Pass] | None = None
+        self._open: list[_Group] = []
+        self._copies: list[_Copy] = []
+        self._seen: list[_LayerRun] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[OffloadCounter]:
+        """Count in this block, in Megatron's unchanged code except for prefetches and the table
+        that ends its warm-up."""
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(offload_modules.without_table())
+            if not self._pairs:
+                yield self
+                return
+            undo.enter_context(offload_modules.watched(self._methods()))
+            for layer, index in self._pairs:
+                for hook in self._hooks(layer, index):
+                    undo.callback(hook.remove)
+            for chunk in self._chunks:
+                model = model_layers.unwrapped(chunk)
+                undo.callback(model.register_forward_pre_hook(self._model_begins).remove)
+                undo.callback(model.register_forward_hook(self._model_ends).remove)
+            yield self
+
+    def begin(self) -> None:
+        """Forget what was seen since `keep`, and let Megatron begin with a warm-up."""
+        offload_modules.forget()
+        self._runs.clear()
+        self._run_of.clear()
+        self._seen.clear()
+        self._open.clear()
+        self._forward = self._backward = None
+
+    def keep(self, policy: Sequence[LayerPolicy]) -> None:
+        """Keep what was seen since `begin`.
+
+        Args:
+            policy: the choices that ran, by layer.
+        """
+        for run in self._seen:
+            groups = tuple(group.seen() for group in run.groups)
+            self.found = most(self.found, {(run.index, policy[run.index]): groups})
+        self._seen.clear()
+
+    # ------------------------------------------------------------------------------ where we are
+
+    def _model_begins(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not is_recomputing():
+            self._runs.clear()
+
+    def _model_ends(self, *_: Any) -> None:
+        """Note which memory is free now."""
+        for run in self._runs.values():
+            owners: dict[int, tuple[_Group, int]] = {}  # the last group frees what several copy
+            for group in run.groups:
+                for copy in filter(_Copy.leaves, group.copies):
+                    owners[id(copy.storage)] = group, copy.storage_bytes
+            for group, size_bytes in owners.values():
+                group.device_bytes += size_bytes
+            if run.groups:
+                self._seen.append(run)
+        self._runs.clear()
+
+    def _hooks(self, layer: Layer, index: int) -> Iterator[Any]:
+        def begins(*_: Any) -> None:
+            if torch.is_grad_enabled() and not is_recomputing():
+                self._forward = self._runs[index] = _LayerRun(index, _Pass(self._clock))
+
+        def ends(_: Any, __: Any, output: Any) -> None:
+            hidden_states = output[0] if isinstance(output, tuple) else output
+            # A checkpoint returns what the layer returned in it; a hook there would hide others.
+            if not is_recomputing() and torch.is_grad_enabled() and hidden_states.requires_grad:
+                run = self._runs[index]
+                hidden_states.register_hook(functools.partial(self._backward_begins, run))
+
+        yield layer.register_forward_pre_hook(begins)
+        yield layer.register_forward_hook(ends)
+
+    def _backward_begins(self, run: _LayerRun, _: torch.Tensor) -> None:
+        self._backward = run, _Pass(self._clock)
+
+    # --------------------------------------------------------------- in place of Megatron's methods
+
+    def _methods(self) -> dict[str, Callable[[Method], Method]]:
+        """For each of Megatron's methods, by name, a function that makes its replacement."""
+        return {
+            "offload": self._copy_out,
+            "on_group_commit_forward": self._commit_forward,
+            "on_group_commit_backward": self._commit_backward,
+            "on_group_start_backward": self._start_backward,
+            "bulk_reload": self._reload,
+        }
+
+    def _reload(self, _: Method) -> Method:
+        return lambda chunk: chunk.bulk_reload_group() if self._is_here(chunk) else None
+
+    def _copy_out(self, usual: Method) -> Method:
+        def offload(chunk: Any, source: torch.Tensor, *args: Any, **named: Any) -> Any:
+            storage = source.untyped_storage()
+            size_bytes = source.numel() * source.element_size()
+            self._copies.append(_Copy(weakref.ref(storage), storage.nbytes(), size_bytes))
+            return usual(chunk, source, *args, **named)
+
+        return offload
+
+    def _commit_forward(self, usual: Method) -> Method:
+        def on_group_commit_forward(chunk: Any, *args: Any) -> None:
+            group, name = offload_modules.leaving(chunk)
+            run, self._copies = self._forward, []
+            assert run is not None
+            committed = run.forward.worked()
+            with run.forward.copying():
+                usual(chunk, *args)
+            for copy in self._copies:
+                storage = copy.storage()
+                copy.freed = storage is not None and storage.nbytes() == 0
+            run.groups.append(_Group(name, self._copies, committed))
+            self._run_of[id(group)] = run
+
+        return on_group_commit_forward
+
+    def _commit_backward(self, usual: Method) -> Method:
+        def on_group_commit_backward(chunk: Any, name: str) -> None:
+            assert self._backward is not None
+            run, backward = self._backward
+            is_first = all(group.back is None for group in run.groups)
+            group = next(group for group in run.groups if group.name == name)
+            group.back = backward.worked()
+            self._open.append(group)
+            with backward.copying():
+                if is_first and self._is_here(chunk):
+                    chunk.bulk_reload_group()
+                usual(chunk, name)
+
+        return on_group_commit_backward
+
+    def _start_backward(self, usual: Method) -> Method:
+        def on_group_start_backward(chunk: Any) -> None:
+            assert self._backward is not None
+            _, backward = self._backward
+            self._open.pop().done = backward.worked()
+            with backward.copying():
+                usual(chunk)
+
+        return on_group_start_backward
+
+    def _is_here(self, chunk: Any) -> bool:
+        """Whether the group that would come back next belongs to the layer whose backward runs."""
+        group = offload_modules.coming_back(chunk)
+        here = None if self._backward is None else self._backward[0]
+        return group is not None and self._run_of.get(id(group)) is here
+
+
+# --- how fast -------------------------------------------------------------------------------------
+
+USABLE = 0.5
+"""The usable share of free host memory: torch rounds what it pins up to powers of two."""
+_MS_PER_GB = 1e6
+"""Bytes in a millisecond at 1 GB/s."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    begin: Any
+    end: Any
+    size_bytes: int = 0
+
+
+@dataclass(slots=True)
+class CopyWatch:
+    """Times copies in Megatron's manager, on the streams on which they run.
+
+    Without CUDA they run in the thread that computes, which then waits for all of each.
+    """
+
+    clock: Clock = DEVICE_CLOCK
+    out: list[_Timed] = field(default_factory=list)
+    """Copies to host memory, one for each group that left in a step inside `watching`."""
+    back: list[_Timed] = field(default_factory=list)
+    """Copies back."""
+    waits: list[_Timed] = field(default_factory=list)
+    """How long backwards waited in the last of these steps."""
+    _first: tuple[int, int] = (0, 0)
+    """How many of both ran in the first step that had any; host memory is pinned in it."""
+    _bytes: int = 0
+    _in_bulk: bool = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Surround a step."""
+        self.waits = []
+        methods: dict[str, Callable[..., Any]] = {
+            "offload": self._counted,
+            "reload": self._reloaded,
+            "bulk_offload_group": functools.partial(self._timed, self.out, "d2h_stream"),
+            "bulk_reload_group": functools.partial(self._timed, self.back, "h2d_stream"),
+            "on_group_commit_backward": self._waited,
+        }
+        with offload_modules.watched(methods):
+            yield
+        if not any(self._first):
+            self._first = len(self.out), len(self.back)
+
+    def waited_ms(self) -> float:
+        """How long this rank's backwards waited in the last step that was watched."""
+        return sum(self.clock.ms_between(one.begin, one.end) for one in self.waits)
+
+    def link(self) -> HostLink | None:
+        """What the slowest rank reached, as the median of its copies without the first step's; the
+        same on every rank. None if no rank copied anything."""
+        first_out, first_back = self._first
+        mine = self._rate(self.out, first_out), self._rate(self.back, first_back)
+        by_rank = all_gather((*mine, host_bytes()))
+        to_host = [out for out, _, _ in by_rank if out is not None]
+        to_device = [back for _, back, _ in by_rank if back is not None]
+        if not to_host or not to_device:
+            return None
+        return HostLink(min(to_host), min(to_device), min(size for *_, size in by_rank))
+
+    def _rate(self, copies: list[_Timed], first: int) -> float | None:
+        """10^9 bytes per second."""
+        settled = copies[first:] or copies
+        timed = [(one.size_bytes, self.clock.ms_between(one.begin, one.end)) for one in settled]
+        rates = [size / (ms * _MS_PER_GB) for size, ms in timed if size and ms > 0]
+        return statistics.median(rates) if rates else None
+
+    # --------------------------------------------------------------- in place of Megatron's methods
+
+    def _counted(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        def offload(chunk: Any, source: torch.Tensor, *args: Any, **named: Any) -> Any:
+            self._bytes += source.numel() * source.element_size()
+            return usual(chunk, source, *args, **named)
+
+        return offload
+
+    def _reloaded(self, usual: Callable[..., Any]) -> Callable[..., Any]:
+        def reload(chunk: Any, *args: Any, **named: Any) -> torch.Tensor:
+            begin = self.clock.now()
+            tensor: torch.Tensor = usual(chunk, *args, **named)
+            self._bytes += tensor.numel() * tensor.element_size()
+            if not self._in_bulk:  # nobody had asked for it, so the backward copies by itself
+                self.waits.append(_Timed(begin, self.clock.now()))
+            return tensor
+
+        return reload
+
+    def _timed(
+        self, copies: list[_Timed], stream: str, usual: Callable[..., None]
+    ) -> Callable[..., None]:
+        def bulk(chunk: Any, *args: Any) -> None:
+            self._bytes, self._in_bulk = 0, True
+            with torch.cuda.stream(getattr(chunk, stream)):
+                begin = self.clock.now()
+            usual(chunk, *args)
+            self._in_bulk = False
+            with torch.cuda.stream(getattr(chunk, stream)):
+                copies.append(_Timed(begin, self.clock.now(), self._bytes))
+            if not torch.cuda.is_available():
+                self.waits.append(copies[-1])
+
+        return bulk
+
+    def _waited(self, usual: Callable[..., None]) -> Callable[..., None]:
+        def on_group_commit_backward(chunk: Any, name: str) -> None:
+            begin = self.clock.now()
+            usual(chunk, name)
+            self.waits.append(_Timed(begin, self.clock.now()))
+
+        return on_group_commit_backward
+
+
+def host_bytes() -> int:
+    """Host memory for this rank's copies: its share of half of what its node or container has
+    free. All ranks ask together."""
+    ranks = all_gather(socket.gethostname()).count(socket.gethostname())
+    return int(free_bytes() * USABLE) // ranks
