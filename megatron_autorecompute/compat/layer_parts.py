@@ -205,9 +205,9 @@ def dispatch(layer: Layer) -> Iterator[Place]:
 
 
 def scope(layer: Layer, module: str, modules: Sequence[str] = ()) -> Iterator[torch.nn.Module]:
-    """What the checkpoint of one of our modules contains; nothing if the layer lacks it, or if it is
-    inside others of `modules`. Of ln_out, which has no checkpoint, the linears whose norm runs
-    again."""
+    """What the checkpoint of one of our modules contains; nothing if the layer lacks it, or if
+    it is inside others of `modules`. Of ln_out, which has no checkpoint, the linears whose norm
+    runs again."""
     mlp = getattr(layer, "mlp", None)
     with_shared = isinstance(mlp, MoELayer) and {"moe", "shared_experts"}.intersection(modules)
     if module == "ln_out":
