@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -55,13 +55,15 @@ def html(data: ReportData) -> str:
         stages=list(zip(plan.cost.stages, plan.budget_bytes, plan.layout.stages, strict=True)),
         memory_parts=_PARTS,
         share=lambda part, whole: f"{100 * part / whole:.2f}%",
-        recorded=recorded_tables(data.recorded),
+        recorded=list(_recorded_tables(data.recorded)),
         strip=strip_svg(plan),
         curve=curve_svg(data.curve),
         proof=proof(plan),
-        evidence=_evidence(plan),
-        residuals=_residuals(plan),
-        records=_records(plan),
+        range=_range,
+        corrected=any(
+            stage.residual_bytes or stage.residual_ms or stage.uncertainty_bytes
+            for stage in plan.profile.stages
+        ),
         packed=packed(page_data(data)),
         script=(_TEMPLATES / "plan.js").read_text(encoding="utf-8"),
     )
@@ -74,7 +76,7 @@ def _template(name: str) -> Template:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    pages.filters |= {"size": size, "duration": duration, "percent": percent}
+    pages.filters |= {"size": size, "duration": duration, "percent": percent, "signed": _signed}
     return pages.get_template(name)
 
 
@@ -261,57 +263,8 @@ def _lost(plan: Plan) -> dict[str, float]:
     return lost
 
 
-def _evidence(plan: Plan) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(item.stage),
-            _range(cost.peak_low_bytes, cost.peak_high_bytes),
-            size(item.budget_bytes),
-            item.binding.partition(", ")[2] or item.binding,
-            duration(item.objective_ms),
-            "" if item.bound_ms is None else duration(item.bound_ms),
-            "" if item.gap is None else percent(item.gap),
-        )
-        for item, cost in zip(plan.evidence, plan.cost.stages, strict=True)
-    ]
-
-
 def _range(low: int, high: int) -> str:
     return size(low) if low == high else f"{size(low)} to {size(high)}"
-
-
-def _residuals(plan: Plan) -> list[tuple[str, ...]]:
-    """What a job measured above the prediction, by stage; empty if nothing."""
-    stages = plan.profile.stages
-    if not any(s.residual_bytes or s.residual_ms or s.uncertainty_bytes for s in stages):
-        return []
-    return [
-        (
-            str(number),
-            size(stage.residual_bytes),
-            size(stage.uncertainty_bytes),
-            f"{stage.residual_ms:+.2f} ms",
-        )
-        for number, stage in enumerate(stages)
-    ]
-
-
-def _records(plan: Plan) -> list[tuple[str, ...]]:
-    """The cost of every choice, from the profile."""
-    return [
-        (
-            kind.name,
-            record.choice,
-            size(record.held_bytes),
-            size(record.forward_transient_bytes),
-            size(record.backward_transient_bytes),
-            duration(record.forward_ms),
-            duration(record.backward_ms),
-            record.source,
-        )
-        for kind in plan.profile.kinds
-        for record in kind.choices
-    ]
 
 
 MOST_ROWS = 8
@@ -331,15 +284,14 @@ def recorded_data(step: RecordedStep | None) -> dict[str, Any] | None:
     }
 
 
-def recorded_tables(step: RecordedStep | None) -> list[dict[str, Any]]:
-    """The tables of the page; none without a recorded step."""
+def _recorded_tables(step: RecordedStep | None) -> Iterator[dict[str, Any]]:
+    """What each table is of, and its rows; none without a recorded step."""
     if step is None:
-        return []
-    tables = [_table("the step's parts", "At their fullest moments", step.moments)]
+        return
+    yield _table("the step's parts", "At their fullest moments", step.moments)
     if step.layers:
         what = "Allocated in the forward and kept, output included and input not"
-        tables.append(_table("layers", f"{what}; median of the microbatches", step.layers))
-    return tables
+        yield _table("layers", f"{what}; median of the microbatches", step.layers)
 
 
 def _table(what: str, about: str, differences: Sequence[Difference]) -> dict[str, Any]:
@@ -347,10 +299,8 @@ def _table(what: str, about: str, differences: Sequence[Difference]) -> dict[str
     largest = sorted(shown, key=lambda one: -abs(one.more_bytes))[:MOST_ROWS]
     rest = len(differences) - len(largest)
     left_out = f"; {rest} with smaller differences, or none, are left out" if rest else ""
-    return {"what": what, "about": about + left_out, "rows": list(map(_row, largest))}
+    return {"what": what, "about": about + left_out, "differences": largest}
 
 
-def _row(one: Difference) -> tuple[str, ...]:
-    sign = "+" if one.more_bytes >= 0 else "\N{MINUS SIGN}"
-    more = sign + size(abs(one.more_bytes))
-    return one.what, size(one.predicted_bytes), size(one.recorded_bytes), more
+def _signed(size_bytes: int) -> str:
+    return ("+" if size_bytes >= 0 else "\N{MINUS SIGN}") + size(abs(size_bytes))
