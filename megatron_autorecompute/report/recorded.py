@@ -156,15 +156,11 @@ class _Stacks:
 
     def __init__(self, history: History) -> None:
         found = {id(frames): frames for frames in history.frames}
-        kinds = {one: _kind(frames) for one, frames in found.items()}
-        places = {
-            one: _place_in_layer(frames) if kinds[one] == "forward" else ()
-            for one, frames in found.items()
-        }
-        self.kinds = [kinds[id(frames)] for frames in history.frames]
+        said = {one: (_kind(frames), _place_in_layer(frames)) for one, frames in found.items()}
+        self.kinds = [said[id(frames)][0] for frames in history.frames]
         """What each event belongs to; meaningless for frees."""
-        self.places = [places[id(frames)] for frames in history.frames]
-        """The place of each event in a layer's forward, from `_place_in_layer`."""
+        self.places = [said[id(frames)][1] for frames in history.frames]
+        """The place of each event in a layer's forward; meaningless outside of forwards."""
 
 
 def _kind(frames: Frames) -> str:
