@@ -6,7 +6,7 @@ import shlex
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from rich.console import Group, RenderableType
@@ -44,16 +44,16 @@ MEASURED_COLUMNS = (
     Column("max\nallocated"),
     Column("max\nreserved"),
 )
-PEAK_COLUMNS = (
-    Column("stage"),
-    Column("static"),
-    Column("in\nflight"),
-    Column("running"),
-    Column("tran-\nsient", "transient"),
-    Column("emb+\nhead", "embedding and head"),
-    Column("over-\nhead", "overhead"),
-    Column("CUDA\ngraphs", name="more by CUDA graphs", optional=True),
-)
+PEAK_PARTS = {
+    "static_bytes": Column("static"),
+    "in_flight_bytes": Column("in\nflight"),
+    "running_bytes": Column("running"),
+    "transient_bytes": Column("tran-\nsient", "transient"),
+    "embedding_head_bytes": Column("emb+\nhead", "embedding and head"),
+    "overhead_bytes": Column("over-\nhead", "overhead"),
+    "graph_bytes": Column("CUDA\ngraphs", "more by CUDA graphs"),
+}
+"""Columns of a peak, by the parts of `Breakdown`."""
 
 
 def best_own_setting(plan: Plan) -> str:
@@ -123,14 +123,27 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
             "beside this plan."
         )
         return
-    ranks = shown_ranks(step)
-    unit = unit_for(own.peak_bytes for own in sums)
+    ranks = _shown_ranks(step)
+    unit, times = unit_for(own.peak.bytes for own in sums), step.num_microbatches
     yield Text(
         f"\nMeasured in iteration {step.iteration} under {step.recompute_policy}: the sum of its "
-        f"layers beside Megatron's timers (all {step.num_microbatches} microbatches, ms) and "
+        f"layers beside Megatron's timers (all {times} microbatches, ms) and "
         f"torch's memory statistics ({unit.name}):"
     )
-    cells = [_measured_cells(rank, sums[rank.stage], unit) for rank in ranks]
+    cells = [
+        (
+            f"{rank.rank}/{rank.stage}",
+            _ms(sum(sums[rank.stage].forward_ms) * times),
+            _ms(rank.forward_compute_ms),
+            _ms(sum(sums[rank.stage].backward_ms) * times),
+            _ms(rank.backward_compute_ms),
+            _ms(rank.optimizer_ms),
+            _or_not(sums[rank.stage].peak.bytes, unit),
+            _or_not(rank.max_memory_allocated_bytes, unit),
+            _or_not(rank.max_memory_reserved_bytes, unit),
+        )
+        for rank in ranks
+    ]
     yield Rows(MEASURED_COLUMNS, cells, gap=1)
     if len(ranks) < len(step.ranks):
         yield Text(
@@ -138,29 +151,12 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
         )
 
 
-def _measured_cells(rank: RankStep, own: LayerSums, unit: Unit) -> tuple[str, ...]:
-    return (
-        f"{rank.rank}/{rank.stage}",
-        _ms(own.forward_ms),
-        _ms(rank.forward_compute_ms),
-        _ms(own.backward_ms),
-        _ms(rank.backward_compute_ms),
-        _ms(rank.optimizer_ms),
-        _or_not(own.peak_bytes, unit),
-        _or_not(rank.max_memory_allocated_bytes, unit),
-        _or_not(rank.max_memory_reserved_bytes, unit),
-    )
-
-
-def shown_ranks(step: MeasuredStep) -> list[RankStep]:
+def _shown_ranks(step: MeasuredStep) -> list[RankStep]:
     """All ranks of a small job, else the rank of each stage that computed longest."""
     if len(step.ranks) <= MOST_RANKS:
         return list(step.ranks)
-    longest: dict[int, RankStep] = {}
-    for rank in step.ranks:
-        known = longest.get(rank.stage)
-        if known is None or _compute_ms(rank) > _compute_ms(known):
-            longest[rank.stage] = rank
+    slowest_first = sorted(step.ranks, key=_compute_ms, reverse=True)
+    longest = {rank.stage: rank for rank in reversed(slowest_first)}
     return [longest[stage] for stage in sorted(longest)]
 
 
@@ -315,9 +311,15 @@ def _begun_early(plan: Plan) -> Iterator[str]:
 def stages_explained(plan: Plan) -> RenderableType:
     """The binding moment of each stage, and the parts of its peak."""
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
-    graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
-    columns = (*PEAK_COLUMNS, Column(f"peak\n{unit.name}"))
-    rows = [_parts(cost, unit, graphs) for cost in plan.cost.stages]
+    splits = [cost.peak.breakdown for cost in plan.cost.stages]
+    shown = dict(PEAK_PARTS)
+    if not any(split.graph_bytes for split in splits):
+        del shown["graph_bytes"]
+    columns = (Column("stage"), *shown.values(), Column(f"peak\n{unit.name}"))
+    rows = [
+        (str(stage), *(unit.text(getattr(split, part)) for part in (*shown, "total_bytes")))
+        for stage, split in enumerate(splits)
+    ]
     parts: list[RenderableType] = [Rows(columns, rows)]
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
@@ -345,22 +347,6 @@ def stages_explained(plan: Plan) -> RenderableType:
 def _range(cost: StageCost, unit: Unit) -> str:
     low, high = unit.text(cost.peak_low_bytes), unit.text(cost.peak_high_bytes)
     return low if low == high else f"{low} to {high}"
-
-
-def _parts(cost: StageCost, unit: Unit, graphs: bool) -> tuple[str, ...]:
-    """The stage, the parts of its peak, and the peak, in the order of the columns."""
-    split = cost.peak.breakdown
-    return (
-        str(cost.stage),
-        unit.text(split.static_bytes),
-        unit.text(split.in_flight_bytes),
-        unit.text(split.running_bytes),
-        unit.text(split.transient_bytes),
-        unit.text(split.embedding_head_bytes),
-        unit.text(split.overhead_bytes),
-        unit.text(split.graph_bytes) if graphs else "",
-        unit.text(split.total_bytes),
-    )
 
 
 def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> RenderableType:
@@ -458,24 +444,11 @@ def shortened(policy: str) -> str:
     return ", ".join(words)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSums:
-    """One stage of a step, added up from the records of its layers, embedding and head.
+def sums_of_layers(plan: Plan) -> tuple[StageCost, ...] | None:
+    """What the records of each stage's layers, embedding and head add up to, under the policy that
+    ran in the profile's `measured_step`, for one microbatch.
 
-    The stage's residuals are left out: they are what a measured step showed above these sums.
-    """
-
-    forward_ms: float
-    """All microbatches and chunks."""
-    backward_ms: float
-    """The backward's time, recompute included."""
-    peak_bytes: int
-    """Static bytes included."""
-
-
-def sums_of_layers(plan: Plan) -> tuple[LayerSums, ...] | None:
-    """The sums of every stage in the profile's `measured_step`, under the policy that ran in it.
-
+    The stages' residuals are left out: they are what the measured step showed above these sums.
     None if there is no such step, or if a stage of the plan has other layers than in that step.
     """
     profile, layout, step = plan.profile, plan.layout, plan.profile.measured_step
@@ -483,18 +456,10 @@ def sums_of_layers(plan: Plan) -> tuple[LayerSums, ...] | None:
     if step is None or not all(stage_base(profile, layout, stage).measured for stage in stages):
         return None
     bare = tuple(replace(record, residual_bytes=0, residual_ms=0.0) for record in profile.stages)
-    cost = evaluate(
+    return evaluate(
         replace(profile, stages=bare),
         layout,
         replace(plan.schedule, num_microbatches=step.num_microbatches),
         RecomputePolicy.parse(step.recompute_policy, num_layers=profile.num_layers),
         percentile=plan.imbalance_percentile,
-    )
-    return tuple(
-        LayerSums(
-            sum(stage.forward_ms) * step.num_microbatches,
-            sum(stage.backward_ms) * step.num_microbatches,
-            stage.peak.bytes,
-        )
-        for stage in cost.stages
-    )
+    ).stages
