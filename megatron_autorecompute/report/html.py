@@ -7,11 +7,9 @@ import gzip
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from megatron_autorecompute.planner.cost.copies import StageCopies
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
@@ -22,11 +20,11 @@ from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import ReportData
 from megatron_autorecompute.report.recorded import Difference, RecordedStep
 from megatron_autorecompute.report.strip import strip_svg
+from megatron_autorecompute.report.template import TEMPLATES, template
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
 from megatron_autorecompute.report.words import binds, came_from, duration, percent, proof, size
 
-_TEMPLATES = Path(__file__).parent / "templates"
 _PARTS = (  # as plan.js draws them
     ("static", "static_bytes"),
     ("overhead", "overhead_bytes"),
@@ -43,7 +41,7 @@ def html(data: ReportData) -> str:
     """The whole page."""
     plan = data.plan
     tight, slow = plan.cost.stages[tightest_stage(plan)], busiest_stage(plan)
-    return _template("plan.html").render(
+    return template("plan.html").render(
         data=data,
         plan=plan,
         tight=tight,
@@ -65,19 +63,9 @@ def html(data: ReportData) -> str:
             for stage in plan.profile.stages
         ),
         packed=packed(page_data(data)),
-        script=(_TEMPLATES / "plan.js").read_text(encoding="utf-8"),
+        signed=_signed,
+        script=(TEMPLATES / "plan.js").read_text(encoding="utf-8"),
     )
-
-
-def _template(name: str) -> Template:
-    pages = Environment(
-        loader=FileSystemLoader(str(_TEMPLATES)),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    pages.filters |= {"size": size, "duration": duration, "percent": percent, "signed": _signed}
-    return pages.get_template(name)
 
 
 def packed(value: Any) -> str:
