@@ -8,6 +8,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import MOST_POINTS, Command, at_least, picture
-from megatron_autorecompute.cli.output import check_output, print_result, progress_bars
+from megatron_autorecompute.cli.output import check_output, print_result, shown_progress
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
@@ -61,27 +62,17 @@ class ParetoCommand(Command):
         if args.plot:
             check_output(args, args.plot)
         (problem,), asked = problems(args, read_source(args))
-        with progress_bars() as bars:
-            own = bars.add_task("Megatron's own settings", total=1)
-            strategies = strategies_of(
-                problem, None, lambda share: bars.update(own, completed=share)
-            )
-            task = bars.add_task("Budgets", total=1)
-            points = best_points(
-                problem,
-                strategies,
-                lambda share: bars.update(task, completed=share),
-                num_points=args.points,
-            )
+        with shown_progress() as progress:
+            own = partial(progress, "Megatron's own settings")
+            strategies = strategies_of(problem, None, own)
+            budgets = partial(progress, "Budgets")
+            points = best_points(problem, strategies, budgets, num_points=args.points)
         without = _without_offload(problem, args.points)
         if args.csv:
             print(as_csv(points, strategies), end="")
         else:
             percentile = problem.imbalance_percentile
-            said = [
-                *asked.notes,
-                *terminal.imbalance_lines(problem.profile, percentile),
-            ]
+            said = [*asked.notes, *terminal.imbalance_lines(problem.profile, percentile)]
             parts: list[RenderableType] = [terminal.curve_view(points, strategies)]
             if without:
                 parts += [Text("Without offload:"), terminal.curve_view(without, ())]

@@ -8,11 +8,8 @@ import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-
-from rich.progress import TaskID
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
@@ -25,8 +22,8 @@ from megatron_autorecompute.cli.output import (
     output_file,
     print_plan,
     print_result,
-    progress_bars,
     refuse_ignored,
+    shown_progress,
     without_effect,
 )
 from megatron_autorecompute.cli.profile_view import profile_view
@@ -44,7 +41,7 @@ from megatron_autorecompute.policy import (
 )
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report import terminal
-from megatron_autorecompute.report.data import Progress, report_data
+from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html
 from megatron_autorecompute.report.recorded import recorded_step
 from megatron_autorecompute.report.strip import strip_svg
@@ -261,7 +258,7 @@ class ReportCommand(Command):
             args.output = Path(os.path.splitext(args.plan)[0] + ".html")
         output, plan = output_file(args), Plan.load(args.plan)
         recorded = recorded_step(plan, args.snapshot, args.stage) if args.snapshot else None
-        with _shown_progress() as progress:
+        with shown_progress() as progress:
             data = replace(report_data(plan, progress), recorded=recorded)
         page = html(replace(data, speed=throughput_words(plan)))
         if output is None:
@@ -269,20 +266,6 @@ class ReportCommand(Command):
             return
         write_atomically(page, output)
         print(streams.printable(f"Written: {output}. Open it in a browser; it needs no network."))
-
-
-@contextmanager
-def _shown_progress() -> Iterator[Progress]:
-    """A progress bar for each part of the computation."""
-    with progress_bars() as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, share: float) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=1.0)
-            bars.update(tasks[what], completed=share)
-
-        yield progress
 
 
 class TraceCommand(Command):

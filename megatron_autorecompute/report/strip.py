@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.report.template import template
 from megatron_autorecompute.report.terminal import legend
 from megatron_autorecompute.report.words import choice_colours, ink_on, without_group
@@ -18,6 +18,9 @@ BETWEEN = 15
 """Pixels above a row, for the index of the first layer of every chunk."""
 MOST_CELLS = 64
 """Cells in a row; a longer stage continues in the next row."""
+
+Looks = dict[LayerPolicy, tuple[str, str]]
+"""The letter and the colour of every choice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +40,16 @@ class _Cell:
 
 def strip_svg(plan: Plan) -> str:
     """The whole policy with its legend, as a self-contained SVG."""
+    colours, letters = choice_colours(plan), legend(plan.policy)
+    looks = {choice: (letter, colours[choice]) for choice, letter in letters.items()}
     stages, y, right = [], 0, 420
     for chunks in plan.layout.stages:
-        cells = list(_cells(plan, chunks, y))
+        cells = list(_cells(plan.policy, chunks, y, looks))
         underlines = list(_underlines(plan.policy, chunks, cells))
         stages.append({"y": y + BETWEEN + 14, "cells": cells, "groups": underlines})
         right = max([right, *(cell.x + CELL for cell in cells)])
         y = max([y, *(cell.y for cell in cells)]) + ROW + 2
-    below = list(_legend(plan))
+    below = list(_legend(plan.policy, looks))
     grouped = any(choice.group > 1 for choice in plan.policy.layers)
     sizes = {"CELL": CELL, "ROW": ROW, "LABEL": LABEL}
     return template("strip.svg").render(
@@ -59,8 +64,9 @@ def strip_svg(plan: Plan) -> str:
     )
 
 
-def _cells(plan: Plan, chunks: tuple[Chunk, ...], top: int) -> Iterator[_Cell]:
-    colours, letters = choice_colours(plan), legend(plan.policy)
+def _cells(
+    policy: RecomputePolicy, chunks: tuple[Chunk, ...], top: int, looks: Looks
+) -> Iterator[_Cell]:
     x, y, used = LABEL, top + BETWEEN, 0
     for chunk in chunks:
         cells: list[int | tuple[str, str]] = [("embedding", "E")] * chunk.embedding
@@ -71,9 +77,8 @@ def _cells(plan: Plan, chunks: tuple[Chunk, ...], top: int) -> Iterator[_Cell]:
             if isinstance(cell, tuple):
                 yield _Cell(*cell, x=x, y=y)
             else:
-                choice, first = plan.policy.layers[cell], cell == chunk.layers[0]
-                about = f"layer {cell}: {choice}", letters[choice], colours[choice]
-                yield _Cell(*about, x, y, cell, first)
+                choice, first = policy.layers[cell], cell == chunk.layers[0]
+                yield _Cell(f"layer {cell}: {choice}", *looks[choice], x, y, cell, first)
             x, used = x + CELL, used + 1
         x += GAP
 
@@ -100,12 +105,11 @@ def groups(policy: RecomputePolicy, chunks: tuple[Chunk, ...]) -> Iterator[tuple
                 yield from (layers[i : i + size] for i in range(0, len(layers), size))
 
 
-def _legend(plan: Plan) -> Iterator[_Cell]:
-    colours, letters = choice_colours(plan), legend(plan.policy)
-    named = {letters[choice]: choice for choice in letters if choice.group == 1}
-    if any(choice.granularity == "full" for choice in letters):
-        named.setdefault("F", next(c for c in letters if c.granularity == "full"))
-    for letter, choice in named.items():
+def _legend(policy: RecomputePolicy, looks: Looks) -> Iterator[_Cell]:
+    named = {looks[choice][0]: choice for choice in looks if choice.group == 1}
+    if any(choice.granularity == "full" for choice in looks):
+        named.setdefault("F", next(c for c in looks if c.granularity == "full"))
+    for choice in named.values():
         name = without_group(choice)
-        count = sum(without_group(other) == name for other in plan.policy.layers)
-        yield _Cell(f"{name} · {count} layer{'s' * (count != 1)}", letter, colours[choice])
+        count = sum(without_group(other) == name for other in policy.layers)
+        yield _Cell(f"{name} · {count} layer{'s' * (count != 1)}", *looks[choice])
