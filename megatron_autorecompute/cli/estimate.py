@@ -195,14 +195,6 @@ def _checked_output(args: Namespace) -> Path | None:
     Raises OptionError if a file is there that was not named or that is read, or for options that
     others leave without effect; ProfileError if it cannot be written.
     """
-    output = _profile_file(args)
-    refuse_ignored(args)
-    if args.reserve_gib is not None and args.json:
-        raise without_effect("--reserve-gib", "--json", _LACKS)
-    return output
-
-
-def _profile_file(args: Namespace) -> Path | None:
     if args.output is None:
         args.output = DEFAULT_OUTPUT
         if os.path.lexists(DEFAULT_OUTPUT):
@@ -210,7 +202,11 @@ def _profile_file(args: Namespace) -> Path | None:
                 f"{DEFAULT_OUTPUT} is there already, and without -o no file is replaced. Give "
                 "-o FILE."
             )
-    return output_file(args)
+    output = output_file(args)
+    refuse_ignored(args)
+    if args.reserve_gib is not None and args.json:
+        raise without_effect("--reserve-gib", "--json", _LACKS)
+    return output
 
 
 HOST, SLOWEST_HOST = "host", 100

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Group
 from rich.text import Text
 
-from megatron_autorecompute.cli.pipeline import known_of, shape_words
+from megatron_autorecompute.cli.pipeline import consecutive, known_of, shape_words
 from megatron_autorecompute.planner.cost.step_interval import is_tie
 from megatron_autorecompute.profile import ChoiceRecord, Profile
 from megatron_autorecompute.report.rows import Column, Rows
@@ -119,10 +119,5 @@ def _static(profile: Profile) -> Rows:
 
 def _numbers(numbers: list[int]) -> str:
     """`0, 2-6, 8` for numbers in ascending order."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    runs = consecutive(tuple(numbers))
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -82,10 +82,9 @@ class ShowCommand(Command):
             check_output(args, args.svg)
         text = json_records.read(args.plan, Plan.__name__)
         if json_records.has_fields(text, "kinds", "parallelism"):
-            if args.svg:
-                raise without_effect("--svg", args.plan, "it is a profile and has no policy")
-            if args.for_hybrid:
-                raise without_effect("--for-hybrid", args.plan, "it is a profile and has no policy")
+            for flag, given in (("--svg", args.svg), ("--for-hybrid", args.for_hybrid)):
+                if given:
+                    raise without_effect(flag, args.plan, "it is a profile and has no policy")
             profile = Profile.from_json(text, str(args.plan))
             print_result(args, profile.to_json(), profile_view(profile, args.verbose))
             return
@@ -199,14 +198,10 @@ class ExplainCommand(Command):
         """Print it; raises ProfileError for a file that is no plan, PolicyError for a bad layer."""
         plan = Plan.load(args.plan)
         if args.layer is None:
-            _explain_stages(args, plan)
+            evidence = json.dumps([asdict(item) for item in plan.evidence], indent=1)
+            print_result(args, evidence, terminal.stages_explained(plan))
         else:
             _explain_layer(args, plan)
-
-
-def _explain_stages(args: Namespace, plan: Plan) -> None:
-    evidence = json.dumps([asdict(item) for item in plan.evidence], indent=1)
-    print_result(args, evidence, terminal.stages_explained(plan))
 
 
 def _explain_layer(args: Namespace, plan: Plan) -> None:

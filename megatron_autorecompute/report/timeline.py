@@ -126,35 +126,29 @@ class StageTimeline:
     copy_bytes: tuple[Bytes, ...] = ()
     """For each event: the most bytes that copies add to those of records while each unit runs."""
 
-    def bytes_at(self, event: int, unit: int) -> Breakdown:
-        """The most bytes alive while a unit of an event runs."""
-        units = self.units[self.chunk[event]]
-        begun, running = units[: unit + 1], units[unit]
-        transients = running.forward_transient_bytes, running.backward_transient_bytes
-        outside = sum(u.held_bytes for u in begun if not u.is_layer)
+    def bytes_at(self, event: int, unit: int | None) -> Breakdown:
+        """The most bytes alive while a unit of an event runs; None: while the stage waits after
+        the event."""
+        units, backward = self.units[self.chunk[event]], bool(self.backward[event])
+        waits, copied, transient = unit is None, 0, 0
+        begun = () if waits and backward else units
+        if unit is not None:
+            begun, running = units[: unit + 1], units[unit]
+            transient = (running.forward_transient_bytes, running.backward_transient_bytes)[
+                backward
+            ]
+        if self.copies is not None:
+            copied = self.copies.after(event) if unit is None else int(self.copy_bytes[event][unit])
+        layers = sum(u.held_bytes for u in begun if u.is_layer)
         return Breakdown(
             static_bytes=self.static_bytes,
-            in_flight_bytes=int(self.in_flight_bytes[event]),
-            running_bytes=sum(u.held_bytes for u in begun if u.is_layer),
-            transient_bytes=transients[int(self.backward[event])],
-            embedding_head_bytes=int(self.outside_bytes[event]) + outside,
+            in_flight_bytes=int(self.in_flight_bytes[event]) + layers * waits,
+            running_bytes=layers * (not waits),
+            transient_bytes=transient,
+            embedding_head_bytes=int(self.outside_bytes[event])
+            + sum(u.held_bytes for u in begun if not u.is_layer),
             overhead_bytes=int(self.overhead_bytes[event]),
-            copy_bytes=0 if self.copies is None else int(self.copy_bytes[event][unit]),
-        )
-
-    def bytes_after(self, event: int) -> Breakdown:
-        """Bytes alive while the stage waits after an event."""
-        units = () if self.backward[event] else self.units[self.chunk[event]]
-        layers = sum(u.held_bytes for u in units if u.is_layer)
-        outside = sum(u.held_bytes for u in units if not u.is_layer)
-        return Breakdown(
-            static_bytes=self.static_bytes,
-            in_flight_bytes=int(self.in_flight_bytes[event]) + layers,
-            running_bytes=0,
-            transient_bytes=0,
-            embedding_head_bytes=int(self.outside_bytes[event]) + outside,
-            overhead_bytes=int(self.overhead_bytes[event]),
-            copy_bytes=0 if self.copies is None else self.copies.after(event),
+            copy_bytes=copied,
         )
 
 

@@ -215,7 +215,7 @@ def _samples(stage: StageTimeline) -> Iterator[tuple[int, Breakdown]]:
             number = len(units) - 1 - position if stage.backward[event] else position
             yield first, stage.bytes_at(event, number)
         if starts[event + 1] != end:
-            yield end, stage.bytes_after(event)
+            yield end, stage.bytes_at(event, None)
     if stage.optimizer_step_peak_bytes:
         step = Breakdown(stage.static_bytes, 0, 0, stage.optimizer_step_peak_bytes, 0, 0)
         yield _ns(stage.end_ms[-1]) + 1, step
