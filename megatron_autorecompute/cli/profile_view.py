@@ -10,7 +10,7 @@ from rich.text import Text
 
 from megatron_autorecompute.cli.pipeline import consecutive, known_of, shape_words
 from megatron_autorecompute.planner.cost.step_interval import is_tie
-from megatron_autorecompute.profile import ChoiceRecord, Profile
+from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.report.terminal import assumption_lines
 from megatron_autorecompute.report.words import came_from, clocks
@@ -57,6 +57,7 @@ def _made_for(profile: Profile) -> Iterator[str]:
 
 def _records(profile: Profile) -> Rows:
     shown_ms = 0.005  # the least that two digits show
+    graphs = profile.graphs_of_layers
     apart = any(r.communication_ms >= shown_ms for kind in profile.kinds for r in kind.choices)
     named = [
         (f"{len(k.layers)} {k.name}", r, is_tie(k, r)) for k in profile.kinds for r in k.choices
@@ -71,27 +72,22 @@ def _records(profile: Profile) -> Rows:
         Column("comm.", name="of it communication ms", optional=True),
         Column("tie", name="not surely slower than a choice with less recompute", optional=True),
     )
-    return Rows(columns, [_cells(*row, apart, profile.graphs_of_layers) for row in rows])
-
-
-def _cells(
-    place: str, record: ChoiceRecord, tie: bool, apart: bool, graphs: bool
-) -> tuple[str, ...]:
-    """A record's row, with its communication, and what graphs hold of it, if these are told
-    apart."""
-    in_graphs = record.graph.held_bytes if record.graph else 0
-    return (
-        place,
-        record.choice,
-        _mib(in_graphs) if graphs else "",
-        _mib(record.held_bytes),
-        _mib(record.forward_transient_bytes),
-        _mib(record.backward_transient_bytes),
-        f"{record.forward_ms:.2f}",
-        f"{record.backward_ms:.2f}",
-        f"{record.communication_ms:.2f}" if apart else "",
-        "=" * tie,
-    )
+    cells = [
+        (
+            place,
+            record.choice,
+            _mib(record.graph.held_bytes if record.graph else 0) if graphs else "",
+            _mib(record.held_bytes),
+            _mib(record.forward_transient_bytes),
+            _mib(record.backward_transient_bytes),
+            f"{record.forward_ms:.2f}",
+            f"{record.backward_ms:.2f}",
+            f"{record.communication_ms:.2f}" if apart else "",
+            "=" * tie,
+        )
+        for place, record, tie in rows
+    ]
+    return Rows(columns, cells)
 
 
 def _mib(size_bytes: int) -> str:

@@ -13,7 +13,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -132,7 +132,7 @@ def _stage_of_rank(plan: Plan, rank: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Allocations of one kind in a row, and the frees between them."""
+    """Allocations of one kind in a row, and the frees between them: a piece of a step."""
 
     kind: str
     """`forward`, `backward` or `optimizer`."""
@@ -140,15 +140,10 @@ class _Run:
     """The history's first event."""
     end: int
     """The event after the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A run, and the planned events that it is."""
-
-    run: _Run
-    first: int
-    last: int
+    first: int = 0
+    """The first of the planned events that it is."""
+    last: int = 0
+    """The last of them."""
 
 
 class _Stacks:
@@ -199,7 +194,7 @@ def _planned_runs(stage: StageTimeline) -> list[tuple[str, int, int]]:
     return found
 
 
-def _pieces(runs: Sequence[_Run], stage: StageTimeline) -> tuple[list[_Piece], _Run | None] | None:
+def _pieces(runs: Sequence[_Run], stage: StageTimeline) -> tuple[list[_Run], _Run | None] | None:
     """The last whole step: its forwards and backwards as planned, and its optimizer if recorded."""
     planned = _planned_runs(stage)
     found = []
@@ -210,7 +205,8 @@ def _pieces(runs: Sequence[_Run], stage: StageTimeline) -> tuple[list[_Piece], _
             continue
         after = runs[at + len(planned)] if at + len(planned) < len(runs) else None
         if after is None or after.kind == "optimizer":
-            pieces = [_Piece(r, *p[1:]) for r, p in zip(own, planned, strict=True)]
+            pairs = zip(own, planned, strict=True)
+            pieces = [replace(run, first=first, last=last) for run, (_, first, last) in pairs]
             found.append((pieces, after))
     whole = [step for step in found if step[1] is not None] or found
     return whole[-1] if whole else None
@@ -228,7 +224,7 @@ def _by_stacks(plan: Plan, step: Timeline, history: History, number: int) -> Rec
         return None
     pieces, optimizer = found
     marks = _marks(history, stage, pieces)
-    end = pieces[-1].run.end
+    end = pieces[-1].end
     if optimizer is not None:
         end = optimizer.end
         times = history.time_us[[optimizer.begin, end - 1]]
@@ -239,7 +235,7 @@ def _by_stacks(plan: Plan, step: Timeline, history: History, number: int) -> Rec
         history.source,
         "The last whole step of the history, found by Megatron's calls in the stacks of "
         "allocations; each forward and backward is drawn where the plan has it.",
-        *_curve(history, pieces[0].run.begin, end, marks),
+        *_curve(history, pieces[0].begin, end, marks),
         tuple(_moments(history, stage, pieces, optimizer)),
         layers,
         why,
@@ -247,13 +243,13 @@ def _by_stacks(plan: Plan, step: Timeline, history: History, number: int) -> Rec
 
 
 def _marks(
-    history: History, stage: StageTimeline, pieces: Sequence[_Piece]
+    history: History, stage: StageTimeline, pieces: Sequence[_Run]
 ) -> list[tuple[int, float]]:
     """Recorded times (µs) and the planned ones (ms) that they are drawn at."""
     marks = []
     for piece in pieces:
-        marks.append((history.time_us[piece.run.begin], stage.start_ms[piece.first]))
-        marks.append((history.time_us[piece.run.end - 1], stage.end_ms[piece.last]))
+        marks.append((history.time_us[piece.begin], stage.start_ms[piece.first]))
+        marks.append((history.time_us[piece.end - 1], stage.end_ms[piece.last]))
     return marks
 
 
@@ -273,11 +269,11 @@ def _curve(
 
 
 def _moments(
-    history: History, stage: StageTimeline, pieces: Sequence[_Piece], optimizer: _Run | None
+    history: History, stage: StageTimeline, pieces: Sequence[_Run], optimizer: _Run | None
 ) -> Iterator[Difference]:
     level, peaks = history.level_bytes, stage.peak_bytes
     for piece in pieces:
-        recorded = int(level[piece.run.begin : piece.run.end].max())
+        recorded = int(level[piece.begin : piece.end].max())
         predicted = int(peaks[piece.first : piece.last + 1].max())
         yield Difference(_piece_name(stage, piece), predicted, recorded)
     if optimizer is not None:
@@ -286,13 +282,13 @@ def _moments(
         yield Difference("optimizer step", predicted, recorded)
 
 
-def _piece_name(stage: StageTimeline, piece: _Piece) -> str:
+def _piece_name(stage: StageTimeline, piece: _Run) -> str:
     events = range(piece.first, piece.last + 1)
     of = [str(stage.microbatch[e]) for e in events]
     if len(stage.units) > 1:
         of = [f"{name} of chunk {stage.chunk[e]}" for name, e in zip(of, events, strict=True)]
     what = f"microbatch {of[0]}" if len(of) == 1 else f"microbatches {of[0]} to {of[-1]}"
-    return f"{piece.run.kind} of {what}"
+    return f"{piece.kind} of {what}"
 
 
 # --- by layer -------------------------------------------------------------------------------------
@@ -303,7 +299,7 @@ def _layers(
     history: History,
     stacks: _Stacks,
     stage: StageTimeline,
-    pieces: Sequence[_Piece],
+    pieces: Sequence[_Run],
 ) -> tuple[tuple[Difference, ...], str]:
     """Differences by unit, or why there are none.
 
@@ -313,9 +309,9 @@ def _layers(
     chunks = plan.layout.stages[stage.stage]
     kept: dict[tuple[int, int], list[int]] = {}
     for piece in pieces:
-        if piece.run.kind == "backward":
+        if piece.kind == "backward":
             continue
-        starts = _layer_starts(stacks, piece.run)
+        starts = _layer_starts(stacks, piece)
         events = range(piece.first, piece.last + 1)
         expected = [(e, layer) for e in events for layer in chunks[stage.chunk[e]].layers]
         if len(starts) != len(expected):
@@ -323,7 +319,7 @@ def _layers(
                 f"The stacks of the {_piece_name(stage, piece)} show {len(starts)} layers where "
                 f"the plan has {len(expected)}, so bytes are not shown by layer."
             )
-        for (event, layer), bytes_kept in _kept(history, stacks, piece.run, starts, expected):
+        for (event, layer), bytes_kept in _kept(history, stacks, piece, starts, expected):
             kept.setdefault((event, layer), []).append(bytes_kept)
     return tuple(_by_unit(plan, stage, kept)), ""
 
