@@ -137,9 +137,13 @@ def _estimate(args: Namespace) -> None:
         lines = []
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
+    step_end = (
+        f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
+        "optimizer and for data-parallel collectives that nothing hides (modelled for "
+        f"{gpu.name}). The steps of plans leave this out."
+    )
     budget = budget_words(gpu, args.reserve_gib, job)
-    said = [_step_end_words(profile, gpu), budget, *lines]
-    _show_profile(args, profile, output, budget_bytes, said)
+    _show_profile(args, profile, output, budget_bytes, [step_end, budget, *lines])
 
 
 def _show_profile(
@@ -158,15 +162,6 @@ def _show_profile(
         print(
             streams.printable(f"Written to {output}. Next:\n{plan_command(output, budget_bytes)}")
         )
-
-
-def _step_end_words(profile: Profile, gpu: Device) -> str:
-    """What a step takes that no plan changes."""
-    return (
-        f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
-        "optimizer and for data-parallel collectives that nothing hides (modelled for "
-        f"{gpu.name}). The steps of plans leave this out."
-    )
 
 
 def budget_words(

@@ -22,7 +22,6 @@ from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import may_offload
 from megatron_autorecompute.planner.search.offload import without_offload
-from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
@@ -67,25 +66,21 @@ class ParetoCommand(Command):
             strategies = strategies_of(problem, None, own)
             budgets = partial(progress, "Budgets")
             points = best_points(problem, strategies, budgets, num_points=args.points)
-        without = _without_offload(problem, args.points)
+        # None where nothing offloads, or some layers must.
+        without = without_offload(problem) if may_offload(problem) else None
+        apart = [] if without is None else list(pareto(without, args.points))
         if args.csv:
             print(as_csv(points, strategies), end="")
         else:
             percentile = problem.imbalance_percentile
             said = [*asked.notes, *terminal.imbalance_lines(problem.profile, percentile)]
             parts: list[RenderableType] = [terminal.curve_view(points, strategies)]
-            if without:
-                parts += [Text("Without offload:"), terminal.curve_view(without, ())]
+            if apart:
+                parts += [Text("Without offload:"), terminal.curve_view(apart, ())]
             view = Group(*parts, *map(Text, said))
-            print_result(args, as_json(points, strategies, without), view)
+            print_result(args, as_json(points, strategies, apart), view)
         if args.plot:
             _draw(Curve(problem.profile.model.name, points, strategies), args.plot)
-
-
-def _without_offload(problem: Problem, num_points: int) -> list[CurvePoint]:
-    """The curve without offload; empty where nothing offloads, or some layers must."""
-    without = without_offload(problem) if may_offload(problem) else None
-    return [] if without is None else list(pareto(without, num_points))
 
 
 def _draw(curve: Curve, path: Path) -> None:

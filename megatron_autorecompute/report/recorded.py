@@ -37,6 +37,8 @@ OPTIMIZER_SHARE = 0.012
 """Width of the optimizer step in the page's chart, as a share of the step."""
 BACKWARD_CALLS = {"backward", "backward_step", "_engine_run_backward"}
 LAYER_FILE = "transformer_layer.py"
+OPTIMIZERS = {"optim", "optimizer", "optimizers"}
+"""Folders of torch's, Megatron's, Apex's and Transformer Engine's optimizers."""
 NO_STACKS = "no allocation has a stack with Megatron's forward_step"
 
 
@@ -151,11 +153,17 @@ class _Stacks:
 
     def __init__(self, history: History) -> None:
         found = {id(frames): frames for frames in history.frames}
-        said = {one: (_kind(frames), _place_in_layer(frames)) for one, frames in found.items()}
+        said = {
+            one: (
+                _kind(frames),
+                tuple(f.line for f in frames[::-1] if f.filename.endswith(LAYER_FILE)),
+            )
+            for one, frames in found.items()
+        }
         self.kinds = [said[id(frames)][0] for frames in history.frames]
         """What each event belongs to; meaningless for frees."""
         self.places = [said[id(frames)][1] for frames in history.frames]
-        """The place of each event in a layer's forward; meaningless outside of forwards."""
+        """The lines of Megatron's layer on each stack, outermost first; empty outside of one."""
 
 
 def _kind(frames: Frames) -> str:
@@ -167,12 +175,8 @@ def _kind(frames: Frames) -> str:
         return "backward"
     if "forward_step" in names:
         return "forward"
-    return "optimizer" if any(_is_optimizers(frame.filename) for frame in frames) else ""
-
-
-def _is_optimizers(filename: str) -> bool:
-    """Whether a file is in torch's, Megatron's, Apex's or Transformer Engine's folder for them."""
-    return filename.split("/")[-2:-1] in (["optim"], ["optimizer"], ["optimizers"])
+    folders = {folder for frame in frames for folder in frame.filename.split("/")[-2:-1]}
+    return "" if folders.isdisjoint(OPTIMIZERS) else "optimizer"
 
 
 def _runs(history: History, stacks: _Stacks) -> list[_Run]:
@@ -335,11 +339,6 @@ def _layer_starts(stacks: _Stacks, run: _Run) -> list[int]:
                 starts.append(event)
             before = place
     return starts
-
-
-def _place_in_layer(frames: Frames) -> tuple[int, ...]:
-    """The lines of Megatron's layer on a forward's stack, outermost first; empty outside of one."""
-    return tuple(f.line for f in reversed(frames) if f.filename.endswith(LAYER_FILE))
 
 
 def _kept(

@@ -115,7 +115,8 @@ def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEven
             yield _slice(stage.stage, thread, of, first, min(first + early, start), args)
     yield _slice(stage.stage, COMPUTE, name, start, end, args)
     for unit, first, again, last in _spans(stage, event):
-        about = {**args, "choice": _choice(plan, unit)}
+        choice = plan.recompute_policy[unit.layers[0]] if unit.layers else "none"
+        about = {**args, "choice": choice}
         yield _slice(stage.stage, COMPUTE, unit.name, first, last, about)
         if backward and unit.recompute_ms > 0:
             yield _slice(stage.stage, RECOMPUTE, f"recompute {unit.name}", first, again, about)
@@ -154,10 +155,6 @@ def _waits(stage: StageTimeline, event: int) -> Iterator[tuple[int, int]]:
 
 def _waits_ps(stage: StageTimeline, event: int) -> tuple[tuple[int, int], ...]:
     return () if stage.copies is None else stage.copies.ran[event].waits
-
-
-def _choice(plan: Plan, unit: UnitCost) -> str:
-    return plan.recompute_policy[unit.layers[0]] if unit.layers else "none"
 
 
 def _messages(
