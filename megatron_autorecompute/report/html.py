@@ -14,7 +14,7 @@ import numpy as np
 from megatron_autorecompute.planner.cost.copies import StageCopies
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.cost.step_interval import COVERS
-from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.cost.unit_costs import OUTSIDE, PS_PER_MS, Unit
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import ReportData
@@ -22,7 +22,7 @@ from megatron_autorecompute.report.recorded import Difference, RecordedStep
 from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.template import TEMPLATES, template
 from megatron_autorecompute.report.terminal import best_own_setting
-from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
+from megatron_autorecompute.report.timeline import StageTimeline
 from megatron_autorecompute.report.words import binds, came_from, duration, percent, proof, size
 
 _PARTS = (  # as plan.js draws them
@@ -106,12 +106,13 @@ def _stage_data(plan: Plan, stage: StageTimeline) -> dict[str, Any]:
         "moment": cost.peak.moment.partition(", ")[2],
         "chunks": [
             {"ms": (forward, backward - ahead), "ahead": ahead}
-            | {"units": [_unit_data(plan, unit) for unit in units]}
-            for forward, backward, ahead, units in zip(
+            | {"units": [_unit_data(plan, *pair) for pair in zip(units, again, strict=True)]}
+            for forward, backward, ahead, units, again in zip(
                 cost.forward_ms,
                 cost.backward_ms,
                 cost.ahead_ms or (0.0,) * len(stage.units),
                 stage.units,
+                stage.recompute_ps,
                 strict=True,
             )
         ],
@@ -153,15 +154,16 @@ def _copies_data(stage: StageTimeline, copies: StageCopies) -> dict[str, Any]:
     }
 
 
-def _unit_data(plan: Plan, unit: UnitCost) -> dict[str, Any]:
+def _unit_data(plan: Plan, unit: Unit, recompute_ps: int) -> dict[str, Any]:
+    backward_ps = unit.backward_ps - unit.ahead_ps
     return {
         "name": unit.name,
         "choice": plan.recompute_policy[unit.layers[0]] if unit.layers else "",
-        "outside": not unit.is_layer,
+        "outside": unit.name in OUTSIDE,
         "held": unit.held_bytes,
         "transient": [unit.forward_transient_bytes, unit.backward_transient_bytes],
-        "ms": [unit.forward_ms, unit.backward_ms],
-        "recompute": unit.recompute_ms,
+        "ms": [unit.forward_ps / PS_PER_MS, backward_ps / PS_PER_MS],
+        "recompute": recompute_ps / PS_PER_MS,
     }
 
 

@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.planner.cost.layout import Chunk
-from megatron_autorecompute.planner.cost.unit_costs import CostTable
+from megatron_autorecompute.planner.cost.unit_costs import CostTable, Unit
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.snapshot import Frames, History, read_history
 from megatron_autorecompute.report.timeline import (
     StageTimeline,
     Timeline,
-    UnitCost,
     timeline,
 )
 
@@ -371,7 +370,7 @@ def _by_unit(
             yield Difference(unit.name, planned_bytes, int(statistics.median(sums)))
 
 
-def _made_and_kept(plan: Plan, chunk: Chunk, units: Sequence[UnitCost]) -> list[int]:
+def _made_and_kept(plan: Plan, chunk: Chunk, units: Sequence[Unit]) -> list[int]:
     """What each unit holds, with its output where that is held instead of its input.
 
     A unit allocates its output and not its input; held bytes count the input.
