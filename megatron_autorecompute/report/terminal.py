@@ -33,27 +33,16 @@ CURVE_ROWS, MEGATRON_ROWS = 8, 4
 SHORT_CHOICES = 3
 """Most choices that a shortened policy names."""
 Item = TypeVar("Item")
-MEASURED_COLUMNS = (
-    Column("rank/\nstage", "rank/stage"),
-    Column("forward:\nlayers"),
-    Column("forward-\ncompute", "forward-compute"),
-    Column("backward:\nlayers"),
-    Column("backward-\ncompute", "backward-compute"),
-    Column("\noptimizer"),
-    Column("peak:\nlayers"),
-    Column("max\nallocated"),
-    Column("max\nreserved"),
+PEAK_PARTS = (
+    ("static", "static_bytes", ""),
+    ("in\nflight", "in_flight_bytes", ""),
+    ("running", "running_bytes", ""),
+    ("tran-\nsient", "transient_bytes", "transient"),
+    ("emb+\nhead", "embedding_head_bytes", "embedding and head"),
+    ("over-\nhead", "overhead_bytes", "overhead"),
+    ("CUDA\ngraphs", "graph_bytes", "more by CUDA graphs"),
 )
-PEAK_PARTS = {
-    "static_bytes": Column("static"),
-    "in_flight_bytes": Column("in\nflight"),
-    "running_bytes": Column("running"),
-    "transient_bytes": Column("tran-\nsient", "transient"),
-    "embedding_head_bytes": Column("emb+\nhead", "embedding and head"),
-    "overhead_bytes": Column("over-\nhead", "overhead"),
-    "graph_bytes": Column("CUDA\ngraphs", "more by CUDA graphs"),
-}
-"""Columns of a peak, by the parts of `Breakdown`."""
+"""Columns of a peak: header, the part of `Breakdown`, and the name in one line."""
 
 
 def best_own_setting(plan: Plan) -> str:
@@ -130,21 +119,20 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
         f"layers beside Megatron's timers (all {times} microbatches, ms) and "
         f"torch's memory statistics ({unit.name}):"
     )
-    cells = [
-        (
-            f"{rank.rank}/{rank.stage}",
-            _ms(sum(sums[rank.stage].forward_ms) * times),
-            _ms(rank.forward_compute_ms),
-            _ms(sum(sums[rank.stage].backward_ms) * times),
-            _ms(rank.backward_compute_ms),
-            _ms(rank.optimizer_ms),
-            _or_not(sums[rank.stage].peak.bytes, unit),
-            _or_not(rank.max_memory_allocated_bytes, unit),
-            _or_not(rank.max_memory_reserved_bytes, unit),
-        )
-        for rank in ranks
-    ]
-    yield Rows(MEASURED_COLUMNS, cells, gap=1)
+    columns = (
+        Column("rank/\nstage", lambda rank: f"{rank.rank}/{rank.stage}", "rank/stage"),
+        Column("forward:\nlayers", lambda rank: _ms(sum(sums[rank.stage].forward_ms) * times)),
+        Column("forward-\ncompute", lambda rank: _ms(rank.forward_compute_ms), "forward-compute"),
+        Column("backward:\nlayers", lambda rank: _ms(sum(sums[rank.stage].backward_ms) * times)),
+        Column(
+            "backward-\ncompute", lambda rank: _ms(rank.backward_compute_ms), "backward-compute"
+        ),
+        Column("\noptimizer", lambda rank: _ms(rank.optimizer_ms)),
+        Column("peak:\nlayers", lambda rank: _or_not(sums[rank.stage].peak.bytes, unit)),
+        Column("max\nallocated", lambda rank: _or_not(rank.max_memory_allocated_bytes, unit)),
+        Column("max\nreserved", lambda rank: _or_not(rank.max_memory_reserved_bytes, unit)),
+    )
+    yield Rows(columns, ranks, gap=1)
     if len(ranks) < len(step.ranks):
         yield Text(
             f"Of {len(step.ranks)} ranks, each stage's slowest is shown. The plan file has all."
@@ -210,28 +198,14 @@ def _header(plan: Plan, speed: str) -> Text:
 def _stages(plan: Plan) -> Rows:
     unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
     columns = (
-        Column("stage"),
-        Column("policy", folded=True),
-        Column(f"peak {unit.name}"),
-        Column("budget"),
-        Column("recompute ms"),
+        Column("stage", lambda cost: str(cost.stage)),
+        Column("policy", lambda cost: strip(policy, plan.layout.stages[cost.stage]), folded=True),
+        Column(f"peak {unit.name}", lambda cost: unit.text(cost.peak_high_bytes)),
+        Column("budget", lambda cost: unit.text(plan.budget_bytes[cost.stage])),
+        Column("recompute ms", lambda cost: f"{cost.recompute_ms:.1f}"),
     )
     policy = plan.policy
-    return Rows(
-        columns,
-        [
-            (
-                str(stage),
-                strip(policy, chunks),
-                unit.text(cost.peak_high_bytes),
-                unit.text(plan.budget_bytes[stage]),
-                f"{cost.recompute_ms:.1f}",
-            )
-            for stage, (chunks, cost) in enumerate(
-                zip(plan.layout.stages, plan.cost.stages, strict=True)
-            )
-        ],
-    )
+    return Rows(columns, plan.cost.stages)
 
 
 def _legend(policy: RecomputePolicy) -> Text:
@@ -311,16 +285,17 @@ def _begun_early(plan: Plan) -> Iterator[str]:
 def stages_explained(plan: Plan) -> RenderableType:
     """The binding moment of each stage, and the parts of its peak."""
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
-    splits = [cost.peak.breakdown for cost in plan.cost.stages]
-    shown = dict(PEAK_PARTS)
-    if not any(split.graph_bytes for split in splits):
-        del shown["graph_bytes"]
-    columns = (Column("stage"), *shown.values(), Column(f"peak\n{unit.name}"))
-    rows = [
-        (str(stage), *(unit.text(getattr(split, part)) for part in (*shown, "total_bytes")))
-        for stage, split in enumerate(splits)
-    ]
-    parts: list[RenderableType] = [Rows(columns, rows)]
+    graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
+
+    def of_peak(header: str, part: str, name: str = "") -> Column:
+        return Column(header, lambda cost: unit.text(getattr(cost.peak.breakdown, part)), name)
+
+    columns = (
+        Column("stage", lambda cost: str(cost.stage)),
+        *(of_peak(*each) for each in PEAK_PARTS[: None if graphs else -1]),
+        of_peak(f"peak\n{unit.name}", "total_bytes"),
+    )
+    parts: list[RenderableType] = [Rows(columns, plan.cost.stages)]
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
             Text(
@@ -354,28 +329,22 @@ def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> Rende
     stage = plan.layout.stage_of(layer)
     unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
     columns = (
-        Column("instead", folded=True),
-        Column("step ms"),
-        Column("stage ms"),
-        Column(f"peak {unit.name}"),
-        Column("fits"),
-        Column("tie", name="neither step is surely the shorter one", optional=True),
+        Column("instead", lambda other: other.choice, folded=True),
+        Column("step ms", lambda other: f"{other.step_ms:+.3f}"),
+        Column("stage ms", lambda other: f"{other.stage_busy_ms:+.3f}"),
+        Column(f"peak {unit.name}", lambda other: unit.change(other.peak_bytes)),
+        Column("fits", lambda other: "yes" if other.fits else "no"),
+        Column(
+            "tie",
+            lambda other: "=" * other.tie,
+            "neither step is surely the shorter one",
+            optional=True,
+        ),
     )
-    cells = [
-        (
-            other.choice,
-            f"{other.step_ms:+.3f}",
-            f"{other.stage_busy_ms:+.3f}",
-            unit.change(other.peak_bytes),
-            "yes" if other.fits else "no",
-            "=" * other.tie,
-        )
-        for other in found
-    ]
     chosen = plan.policy.layers[layer]
     title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
     bound = f"The stage is bound by {plan.evidence[stage].binding}."
-    return Group(Text(title), Rows(columns, cells), Text(bound))
+    return Group(Text(title), Rows(columns, found), Text(bound))
 
 
 def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> RenderableType:
@@ -389,29 +358,21 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
     ours = evenly(points, CURVE_ROWS)
     theirs = evenly(unbeaten(strategies), MEGATRON_ROWS)
     rows = [
-        (
-            point.peak_high_bytes,
-            (unit.text(point.budget_bytes), f"{point.step_ms:.1f}"),
-            shortened(point.recompute_policy),
-        )
-        for point in ours
-    ] + [(each.peak_high_bytes, ("-", f"{each.step_ms:.1f}"), each.name) for each in theirs]
-    rows.sort(key=lambda row: -row[0])
+        (p.peak_high_bytes, unit.text(p.budget_bytes), p.step_ms, shortened(p.recompute_policy))
+        for p in ours
+    ] + [(each.peak_high_bytes, "-", each.step_ms, each.name) for each in theirs]
     columns = (
-        Column(f"budget {unit.name}"),
-        Column("step ms"),
-        Column(f"peak {unit.name}"),
-        Column("layers by choice", folded=True),
+        Column(f"budget {unit.name}", lambda row: row[1]),
+        Column("step ms", lambda row: f"{row[2]:.1f}"),
+        Column(f"peak {unit.name}", lambda row: unit.text(row[0])),
+        Column("layers by choice", lambda row: row[3], folded=True),
     )
     left_out = (
         f"{len(ours)} of {len(points)} budgets, {len(theirs)} of {len(strategies)} settings of "
         "Megatron's own; --json and --csv print all, with whole policies. plan may find a shorter "
         "step at a budget."
     )
-    return Group(
-        Rows(columns, [(*figures, unit.text(peak), text) for peak, figures, text in rows]),
-        Text(left_out),
-    )
+    return Group(Rows(columns, sorted(rows, key=lambda row: -row[0])), Text(left_out))
 
 
 def unbeaten(strategies: Iterable[ManualResult]) -> list[ManualResult]:
