@@ -519,23 +519,19 @@ class MegatronStrategy:
             PolicyError: Megatron refuses this setting with multi-token prediction.
         """
         chunks = layout or [range(num_layers)]
-        chosen = dict.fromkeys(range(num_layers), LayerPolicy(offload=self.offload))
-        if self.method == "selective" and self.modules:
-            same = LayerPolicy("selective", self.modules, offload=self.offload)
-            chosen = dict.fromkeys(chosen, same)
-        elif self.method == "cpu_offloading":
-            n, whole = self.recompute_num_layers, LayerPolicy(offload=(WHOLE_LAYER,))
-            chosen.update((index, whole) for chunk in chunks for index in list(chunk)[:n])
+        granularity: Granularity = "selective" if self.modules else "none"
+        same = LayerPolicy(granularity, self.modules, offload=self.offload)
+        chosen, n = dict.fromkeys(range(num_layers), same), self.recompute_num_layers
+        leading = [index for chunk in chunks for index in list(chunk)[:n]]
+        if self.method == "cpu_offloading":
+            chosen |= dict.fromkeys(leading, WHOLE)
         elif self.method == "block":
             # MultiTokenPredictionLayer skips recompute under block, with a warning; a stack inside
             # it does not.
-            n = self.recompute_num_layers
-            chosen.update((index, FULL) for chunk in chunks for index in list(chunk)[:n])
+            chosen |= dict.fromkeys(leading, FULL)
             if inner := min(n, depth_layers):
-                depths = dict.fromkeys(
-                    _depths(num_layers, chunks), LayerPolicy("inner", inner=inner)
-                )
-                chosen.update(depths)
+                own = LayerPolicy("inner", inner=inner)
+                chosen |= dict.fromkeys(_depths(num_layers, chunks), own)
         elif self.method == "uniform":
             chosen.update(self._uniform(num_layers, chunks, depth_layers))
         return RecomputePolicy(tuple(chosen.values())).as_megatron

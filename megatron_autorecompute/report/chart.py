@@ -10,9 +10,8 @@ from typing import NamedTuple
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint
 from megatron_autorecompute.report.data import Curve
-from megatron_autorecompute.report.template import template
 from megatron_autorecompute.report.terminal import unbeaten
-from megatron_autorecompute.report.words import duration, size
+from megatron_autorecompute.report.words import duration, size, template
 from megatron_autorecompute.units import GIB, MIB
 
 MOST_SAID = 300

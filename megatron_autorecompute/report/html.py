@@ -20,10 +20,18 @@ from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import ReportData
 from megatron_autorecompute.report.recorded import Difference, RecordedStep
 from megatron_autorecompute.report.strip import strip_svg
-from megatron_autorecompute.report.template import TEMPLATES, template
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline
-from megatron_autorecompute.report.words import binds, came_from, duration, percent, proof, size
+from megatron_autorecompute.report.words import (
+    TEMPLATES,
+    binds,
+    came_from,
+    duration,
+    percent,
+    proof,
+    size,
+    template,
+)
 
 _PARTS = (  # as plan.js draws them
     ("static", "static_bytes"),

@@ -310,7 +310,7 @@ def _layers(
     if that gives other numbers of layers than the plan has, nothing is said by layer.
     """
     chunks = plan.layout.stages[stage.stage]
-    kept: dict[tuple[int, int], list[int]] = {}
+    kept: dict[tuple[int, int], int] = {}
     for piece in pieces:
         if piece.kind == "backward":
             continue
@@ -322,8 +322,7 @@ def _layers(
                 f"The stacks of the {_piece_name(stage, piece)} show {len(starts)} layers where "
                 f"the plan has {len(expected)}, so bytes are not shown by layer."
             )
-        for (event, layer), bytes_kept in _kept(history, stacks, piece, starts, expected):
-            kept.setdefault((event, layer), []).append(bytes_kept)
+        kept |= dict(_kept(history, stacks, piece, starts, expected))
     return tuple(_by_unit(plan, stage, kept)), ""
 
 
@@ -358,7 +357,7 @@ def _kept(
 
 
 def _by_unit(
-    plan: Plan, stage: StageTimeline, kept: dict[tuple[int, int], list[int]]
+    plan: Plan, stage: StageTimeline, kept: dict[tuple[int, int], int]
 ) -> Iterator[Difference]:
     """The median over microbatches of every unit with layers, beside what is planned."""
     for number, chunk in enumerate(plan.layout.stages[stage.stage]):
@@ -366,7 +365,7 @@ def _by_unit(
         units = [unit for unit in stage.units[number] if unit.layers]
         predicted = _made_and_kept(plan, chunk, units)
         for unit, planned_bytes in zip(units, predicted, strict=True):
-            sums = [sum(sum(kept[e, layer]) for layer in unit.layers) for e in events]
+            sums = [sum(kept[e, layer] for layer in unit.layers) for e in events]
             yield Difference(unit.name, planned_bytes, int(statistics.median(sums)))
 
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
-from megatron_autorecompute.report.template import template
 from megatron_autorecompute.report.terminal import legend
-from megatron_autorecompute.report.words import choice_colours, ink_on, without_group
+from megatron_autorecompute.report.words import choice_colours, ink_on, template, without_group
 
 CELL, ROW, GAP, LABEL = 17, 19, 9, 56
 """Pixels: width and height of a cell, space between chunks, space for the stage's name."""
