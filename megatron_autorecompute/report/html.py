@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from megatron_autorecompute.planner.cost.copies import StageCopies
-from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.cost.unit_costs import OUTSIDE, PS_PER_MS, Unit
 from megatron_autorecompute.planner.plan import Plan
@@ -26,8 +25,6 @@ from megatron_autorecompute.report.words import (
     TEMPLATES,
     binds,
     came_from,
-    duration,
-    percent,
     proof,
     size,
     template,
@@ -48,16 +45,16 @@ _PARTS = (  # as plan.js draws them
 def html(data: ReportData) -> str:
     """The whole page."""
     plan = data.plan
-    tight, slow = plan.cost.stages[tightest_stage(plan)], busiest_stage(plan)
+    tight = plan.cost.stages[tightest_stage(plan)]
     return template("plan.html").render(
         data=data,
         plan=plan,
         tight=tight,
-        slow=slow,
-        fits=tight.peak_high_bytes <= plan.budget_bytes[tight.stage],
-        shape=_shape(plan),
-        answer=_answer(plan, tight),
-        lost=_lost(plan),
+        slow=max(plan.cost.stages, key=lambda stage: stage.busy_ms),
+        covers=COVERS,
+        binds=binds(plan),
+        came_from=came_from(plan.profile),
+        setting=best_own_setting(plan),
         stages=list(zip(plan.cost.stages, plan.budget_bytes, plan.layout.stages, strict=True)),
         memory_parts=_PARTS,
         share=lambda part, whole: f"{100 * part / whole:.2f}%",
@@ -65,7 +62,6 @@ def html(data: ReportData) -> str:
         strip=strip_svg(plan),
         curve=curve_svg(data.curve),
         proof=proof(plan),
-        range=_range,
         corrected=any(
             stage.residual_bytes or stage.residual_ms or stage.uncertainty_bytes
             for stage in plan.profile.stages
@@ -182,87 +178,6 @@ def tightest_stage(plan: Plan) -> int:
         for budget, cost in zip(plan.budget_bytes, plan.cost.stages, strict=True)
     ]
     return room.index(min(room))
-
-
-def busiest_stage(plan: Plan) -> StageCost:
-    """The stage that works longest; the others wait for it."""
-    return max(plan.cost.stages, key=lambda stage: stage.busy_ms)
-
-
-def _shape(plan: Plan) -> str:
-    shape, schedule = plan.profile.parallelism, plan.schedule
-    chunks = f" × {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
-    stages = f"{schedule.num_stages} stage{'s' * (schedule.num_stages > 1)}"
-    sizes = {"tp": shape.tensor_parallel, "cp": shape.context_parallel, "ep": shape.expert_parallel}
-    parts = [
-        f"{plan.profile.num_layers} layers",
-        stages + chunks,
-        f"{schedule.num_microbatches} microbatches",
-        f"micro-batch {shape.micro_batch_size} × {shape.seq_length:,} tokens",
-        *(f"{name} {ranks}" for name, ranks in sizes.items() if ranks > 1),
-        plan.profile.fingerprint.get("device", ""),
-        came_from(plan.profile),
-    ]
-    return " · ".join(filter(None, parts))
-
-
-def _answer(plan: Plan, tight: StageCost) -> str:
-    """After whether it fits: in how much, and the step."""
-    budget, peak = plan.budget_bytes[tight.stage], tight.peak_high_bytes
-    if peak > budget:
-        within = f"stage {tight.stage} needs {size(peak)} of {size(budget)}"
-    elif plan.layout.num_stages == 1:
-        within = f"{size(peak)} of {size(budget)}"
-    else:
-        within = (
-            f"every stage within {_budgets(plan)}; the tightest, stage {tight.stage}, has "
-            f"{size(budget - peak)} left"
-        )
-    step = f"A step takes {duration(plan.cost.step_ms)}{_gain(plan)}.{_interval(plan)}"
-    return f"{within}. {step} {binds(plan)}".rstrip()
-
-
-def _interval(plan: Plan) -> str:
-    found = plan.step_interval
-    if found is None:
-        return ""
-    return f" Interval: {duration(found.low_ms)} to {duration(found.high_ms)}. {COVERS}"
-
-
-def _budgets(plan: Plan) -> str:
-    low, high = min(plan.budget_bytes), max(plan.budget_bytes)
-    return size(low) if low == high else f"its budget ({size(low)} to {size(high)})"
-
-
-def _gain(plan: Plan) -> str:
-    manual = plan.best_manual
-    if manual is None:
-        return "; none of Megatron's own settings fits"
-    name = manual.name.removeprefix("megatron:")
-    gain = 1 - plan.cost.step_ms / manual.step_ms
-    setting = best_own_setting(plan)
-    if gain < 0.0005:
-        return f", as long as with {setting}, {name}"
-    return (
-        f", {percent(gain)} less than with {setting} that fits, {name} ({duration(manual.step_ms)})"
-    )
-
-
-def _lost(plan: Plan) -> dict[str, float]:
-    """Milliseconds of the step by what they are lost to."""
-    cost = plan.cost
-    lost = {"recomputing": cost.recompute_ms, "waiting": cost.bubble_ms}
-    if plan.policy.offloads:
-        lost["waiting for copies"] = cost.stall_ms
-    if plan.policy.is_ahead:
-        lost["less by recompute that begins while stages wait"] = cost.ahead_ms
-    if cost.is_host_bound:
-        lost["waiting for the host to launch kernels"] = cost.launch_ms
-    return lost
-
-
-def _range(low: int, high: int) -> str:
-    return size(low) if low == high else f"{size(low)} to {size(high)}"
 
 
 MOST_ROWS = 8
