@@ -818,12 +818,8 @@ def _check_order(kind: LayerKind) -> None:
     """Refuse a choice that is faster than one it contains: a planner would recompute needlessly.
 
     One checkpoint of a layer may be faster than several of its modules, where a host decides."""
-    choices = [record.policy for record in kind.choices]
-    layer_ms = [
-        (record.forward_ms + record.backward_ms) / choice.group
-        for record, choice in zip(kind.choices, choices, strict=True)
-    ]
-    timed = list(zip(choices, layer_ms, strict=True))
+    chosen = [(record, record.policy) for record in kind.choices]
+    timed = [(own, (each.forward_ms + each.backward_ms) / own.group) for each, own in chosen]
     for larger, larger_ms in timed:
         for smaller, smaller_ms in timed:
             if larger_ms < smaller_ms * (1 - ROUNDING) and launches_more(larger, smaller):

@@ -77,10 +77,8 @@ def _chunk_strip(policy: RecomputePolicy, chunk: Chunk, symbols: dict[LayerPolic
     parts = ["E" * chunk.embedding]
     for run in policy.chunk_runs(chunk.layers):
         group = run.policy.group
-        whole = symbols[run.policy] * run.count
-        parts.append(
-            whole if group == 1 else f"({symbols[run.policy] * group})" * (run.count // group)
-        )
+        one = symbols[run.policy] * group
+        parts.append((one if group == 1 else f"({one})") * (run.count // group))
     return "".join([*parts, "L" * chunk.head])
 
 

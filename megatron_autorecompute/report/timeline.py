@@ -164,16 +164,14 @@ def timeline(plan: Plan) -> Timeline:
 def _with_copies(plan: Plan, stage: int, step: OffloadedStep) -> StageTimeline:
     copies = step.stages[stage]
     spans = np.array([(one.begin_ps, one.end_ps) for one in copies.ran]) / PS_PER_MS
-    moments = every_moment(plan.profile, plan.schedule, stage)
-    copy_bytes = tuple(_copy_bytes(copies, *pair) for pair in enumerate(moments))
+    copy_bytes = tuple(
+        np.full(len(copies.chunks[moment.chunk].units), copies.during(event))
+        if moment.beside is not None
+        else copies.by_unit(event, moment.chunk, backward=moment.direction == "backward")
+        for event, moment in enumerate(every_moment(plan.profile, plan.schedule, stage))
+    )
     found = _stage(plan, stage, spans[:, 1], copy_bytes)
     return replace(found, start_ms=spans[:, 0], copies=copies)
-
-
-def _copy_bytes(copies: StageCopies, event: int, moment: PlannedMoment) -> Bytes:
-    if moment.beside is not None:
-        return np.full(len(copies.chunks[moment.chunk].units), copies.during(event))
-    return copies.by_unit(event, moment.chunk, backward=moment.direction == "backward")
 
 
 def _stage(

@@ -39,11 +39,14 @@ def trace(plan: Plan) -> dict[str, Any]:
     stages = timeline(plan).stages
     ends = {place: end for stage in stages for place, end in _ends_ns(stage, len(stages))}
     events = chain.from_iterable(_stage(plan, stage, ends) for stage in stages)
-    return {
-        "displayTimeUnit": "ms",
-        "otherData": _about(plan),
-        "traceEvents": list(events),
+    measured = plan.profile.measured_step
+    about = {
+        "model": plan.profile.model.name,
+        "recompute_policy": plan.policy.format(),
+        "times": "from the plan: messages take no time, the optimizer step is not modelled",
+        "measured_step": None if measured is None else asdict(measured),
     }
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": list(events)}
 
 
 def measured_note(plan: Plan) -> str:
@@ -55,16 +58,6 @@ def measured_note(plan: Plan) -> str:
         f"The measured step (iteration {step.iteration}) was recorded as totals, without single "
         "events. The trace shows the step as planned, and its otherData has these totals."
     )
-
-
-def _about(plan: Plan) -> dict[str, Any]:
-    measured = plan.profile.measured_step
-    return {
-        "model": plan.profile.model.name,
-        "recompute_policy": plan.policy.format(),
-        "times": "from the plan: messages take no time, the optimizer step is not modelled",
-        "measured_step": None if measured is None else asdict(measured),
-    }
 
 
 def _ends_ns(stage: StageTimeline, num_stages: int) -> Iterator[tuple[Place, int]]:
