@@ -9,7 +9,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -80,15 +79,12 @@ class ParetoCommand(Command):
             view = Group(*parts, *map(Text, said))
             print_result(args, as_json(points, strategies, apart), view)
         if args.plot:
-            _draw(Curve(problem.profile.model.name, points, strategies), args.plot)
+            from megatron_autorecompute.report.drawn import save_picture  # loads matplotlib
 
-
-def _draw(curve: Curve, path: Path) -> None:
-    from megatron_autorecompute.report.drawn import save_picture  # loads matplotlib
-
-    about = "the best policy for every budget (line), Megatron's own settings (points)"
-    save_picture(curve_svg(curve, f"{curve.title}: {about}"), path)
-    streams.say(f"Drawn: {path}.")
+            curve = Curve(problem.profile.model.name, points, strategies)
+            about = "the best policy for every budget (line), Megatron's own settings (points)"
+            save_picture(curve_svg(curve, f"{curve.title}: {about}"), args.plot)
+            streams.say(f"Drawn: {args.plot}.")
 
 
 def as_json(

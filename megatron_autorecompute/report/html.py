@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -26,7 +26,6 @@ from megatron_autorecompute.report.words import (
     binds,
     came_from,
     proof,
-    size,
     template,
 )
 
@@ -58,7 +57,7 @@ def html(data: ReportData) -> str:
         stages=list(zip(plan.cost.stages, plan.budget_bytes, plan.layout.stages, strict=True)),
         memory_parts=_PARTS,
         share=lambda part, whole: f"{100 * part / whole:.2f}%",
-        recorded=list(_recorded_tables(data.recorded)),
+        largest=_largest,
         strip=strip_svg(plan),
         curve=curve_svg(data.curve),
         proof=proof(plan),
@@ -67,7 +66,6 @@ def html(data: ReportData) -> str:
             for stage in plan.profile.stages
         ),
         packed=packed(page_data(data)),
-        signed=_signed,
         script=(TEMPLATES / "plan.js").read_text(encoding="utf-8"),
     )
 
@@ -197,23 +195,6 @@ def recorded_data(step: RecordedStep | None) -> dict[str, Any] | None:
     }
 
 
-def _recorded_tables(step: RecordedStep | None) -> Iterator[dict[str, Any]]:
-    """What each table is of, and its rows; none without a recorded step."""
-    if step is None:
-        return
-    yield _table("the step's parts", "At their fullest moments", step.moments)
-    if step.layers:
-        what = "Allocated in the forward and kept, output included and input not"
-        yield _table("layers", f"{what}; median of the microbatches", step.layers)
-
-
-def _table(what: str, about: str, differences: Sequence[Difference]) -> dict[str, Any]:
+def _largest(differences: Sequence[Difference]) -> list[Difference]:
     shown = [one for one in differences if abs(one.more_bytes) >= LEAST_BYTES]
-    largest = sorted(shown, key=lambda one: -abs(one.more_bytes))[:MOST_ROWS]
-    rest = len(differences) - len(largest)
-    left_out = f"; {rest} with smaller differences, or none, are left out" if rest else ""
-    return {"what": what, "about": about + left_out, "differences": largest}
-
-
-def _signed(size_bytes: int) -> str:
-    return ("+" if size_bytes >= 0 else "\N{MINUS SIGN}") + size(abs(size_bytes))
+    return sorted(shown, key=lambda one: -abs(one.more_bytes))[:MOST_ROWS]
