@@ -44,8 +44,6 @@ class History:
 
     source: str
     """The file that was read."""
-    device: int
-    """The device's number in its process."""
     time_us: NDArray[np.int64]
     """The time of each event, in microseconds of the machine's clock."""
     change_bytes: NDArray[np.int64]
@@ -182,7 +180,6 @@ def _replayed(trace: list[Any], end_blocks: dict[int, int], device: int, source:
         raise _UnreadableError("contradicts itself: it frees more than was allocated")
     return History(
         source,
-        device,
         np.maximum.accumulate(np.array(times, np.int64)),
         np.array(changes, np.int64),
         start_bytes,

@@ -24,11 +24,11 @@ RECOMPUTE_RAMP = ("#fdd9bd", "#f9a05f", "#d55e00", "#8a3000")
 NO_RECOMPUTE = "#e9ecef"
 
 
-def size(size_bytes: float, digits: int = 2) -> str:
+def size(size_bytes: float) -> str:
     """Bytes in GiB, or in MiB if it is less than one GiB."""
     if abs(size_bytes) >= GIB:
-        return f"{size_bytes / GIB:,.{digits}f} GiB"
-    return f"{size_bytes / MIB:,.{max(digits - 1, 0)}f} MiB"
+        return f"{size_bytes / GIB:,.2f} GiB"
+    return f"{size_bytes / MIB:,.1f} MiB"
 
 
 def duration(time_ms: float) -> str:
