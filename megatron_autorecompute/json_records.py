@@ -210,18 +210,12 @@ def check_writable(path: str | Path, reads: Iterable[str | Path] = ()) -> None:
 def check_other(path: str | Path, reads: Iterable[str | Path]) -> None:
     """Raise OptionError if a file to write is also a file to read, under any name."""
     for read in reads:
-        if _is_same_file(path, read):
-            raise OptionError(
-                f"The output {path} is the input {read}, and would replace it. Give the output "
-                "another name."
-            )
-
-
-def _is_same_file(path: str | Path, other: str | Path) -> bool:
-    try:
-        return os.path.samefile(path, other)
-    except (OSError, ValueError):  # one of them is not there
-        return False
+        with contextlib.suppress(OSError, ValueError):  # one of them is not there
+            if os.path.samefile(path, read):
+                raise OptionError(
+                    f"The output {path} is the input {read}, and would replace it. Give the output "
+                    "another name."
+                )
 
 
 def _target(path: str | Path) -> Path | None:

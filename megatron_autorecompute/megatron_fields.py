@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.policy import (
-    FULL,
     OWN_MODULES,
     WHOLE_LAYER,
     LayerPolicy,
@@ -123,20 +122,12 @@ def _strategy_like(
 ) -> MegatronStrategy | None:
     """Megatron's strategy with the same choice for every layer as the policy, or None."""
     first = policy.layers[0]
-    if not all(layer.is_megatrons for layer in policy.layers):
-        return None
-    if any(WHOLE_LAYER in layer.offload for layer in policy.layers):
-        leading = max(_leading(policy, chunk, first) for chunk in chunks)
-        whole = MegatronStrategy("cpu_offloading", (), leading)
-        return whole if _says(whole, policy, chunks, depth_layers) else None
-    if first.granularity == "selective" or first.offload:
-        method: Literal["none", "selective"] = "selective" if first.modules else "none"
-        same = MegatronStrategy(method, first.modules, offload=first.offload)
-        return same if len(set(policy.layers)) == 1 else None
-    if policy.format() == f"none*{len(policy.layers)}":
-        return MegatronStrategy("none")
-    leading = max((_leading(policy, chunk, FULL.as_megatron) for chunk in chunks), default=0)
+    leading = max((_leading(policy, chunk, first) for chunk in chunks), default=0)
+    moved = tuple(module for module in first.offload if module != WHOLE_LAYER)
+    alike: Literal["none", "selective"] = "selective" if first.modules else "none"
     candidates = (
+        MegatronStrategy(alike, first.modules, offload=moved),
+        MegatronStrategy("cpu_offloading", (), leading),
         MegatronStrategy("uniform", (), first.group),
         MegatronStrategy("block", (), leading),
     )
@@ -162,14 +153,12 @@ def _says(
     depth_layers: int,
 ) -> bool:
     number = strategy.recompute_num_layers
-    if number < 1:
-        return False
     # `uniform` of 0.16 reads beyond the end of a chunk that is no multiple of N.
     if strategy.method == "uniform" and any(len(chunk) % number for chunk in chunks):
         return False
     try:
         return strategy.policy(len(policy.layers), chunks, depth_layers) == policy
-    except PolicyError:  # uniform/N with multi-token prediction
+    except PolicyError:  # modules of ours, or uniform/N with multi-token prediction
         return False
 
 

@@ -519,23 +519,19 @@ class MegatronStrategy:
             PolicyError: Megatron refuses this setting with multi-token prediction.
         """
         chunks = layout or [range(num_layers)]
-        chosen = dict.fromkeys(range(num_layers), LayerPolicy(offload=self.offload))
-        if self.method == "selective" and self.modules:
-            same = LayerPolicy("selective", self.modules, offload=self.offload)
-            chosen = dict.fromkeys(chosen, same)
-        elif self.method == "cpu_offloading":
-            n, whole = self.recompute_num_layers, LayerPolicy(offload=(WHOLE_LAYER,))
-            chosen.update((index, whole) for chunk in chunks for index in list(chunk)[:n])
+        granularity: Granularity = "selective" if self.modules else "none"
+        same = LayerPolicy(granularity, self.modules, offload=self.offload)
+        chosen, n = dict.fromkeys(range(num_layers), same), self.recompute_num_layers
+        leading = [index for chunk in chunks for index in list(chunk)[:n]]
+        if self.method == "cpu_offloading":
+            chosen |= dict.fromkeys(leading, WHOLE)
         elif self.method == "block":
             # MultiTokenPredictionLayer skips recompute under block, with a warning; a stack inside
             # it does not.
-            n = self.recompute_num_layers
-            chosen.update((index, FULL) for chunk in chunks for index in list(chunk)[:n])
+            chosen |= dict.fromkeys(leading, FULL)
             if inner := min(n, depth_layers):
-                depths = dict.fromkeys(
-                    _depths(num_layers, chunks), LayerPolicy("inner", inner=inner)
-                )
-                chosen.update(depths)
+                own = LayerPolicy("inner", inner=inner)
+                chosen |= dict.fromkeys(_depths(num_layers, chunks), own)
         elif self.method == "uniform":
             chosen.update(self._uniform(num_layers, chunks, depth_layers))
         return RecomputePolicy(tuple(chosen.values())).as_megatron
@@ -613,8 +609,9 @@ class _Reader:
         if len(runs) == 1 and runs[0][1] is None:
             return RecomputePolicy((runs[0][0],) * self.num_layers)
         # Checked before the list is made: a mistyped count could exceed all memory.
-        _check_length(sum(_count(count) for _, count in runs), self.num_layers, text)
-        return RecomputePolicy(tuple(choice for choice, n in runs for _ in range(_count(n))))
+        counted = [(choice, 1 if count is None else count) for choice, count in runs]
+        _check_length(sum(count for _, count in counted), self.num_layers, text)
+        return RecomputePolicy(tuple(choice for choice, n in counted for _ in range(n)))
 
     def _of_list(self, value: Any) -> RecomputePolicy:
         if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
@@ -676,15 +673,17 @@ def _with_rest(run: Run) -> str:
     return ",".join([*parts, f"{replace(run.policy, group=rest)}*{rest}"])
 
 
-def _parse_run(part: str, text: str) -> tuple[LayerPolicy, str | None]:
+def _parse_run(part: str, text: str) -> tuple[LayerPolicy, int | None]:
+    """A choice, and how many layers have it; None if that is not said."""
     match = _RUN.fullmatch(part.strip())
     if match is None:
         raise PolicyError(
             f"Cannot read {part.strip()!r:.80} in {text!r:.160}{_nearest(part)}: {GRAMMAR}."
         )
-    if match["count"] is not None and int(match["count"]) < 1:
+    count = None if match["count"] is None else int(match["count"])
+    if count == 0:
         raise PolicyError(f"Count {match['count']} in {text!r}: a run has at least one layer.")
-    return LayerPolicy.parse(match["choice"]), match["count"]
+    return LayerPolicy.parse(match["choice"]), count
 
 
 def _check_length(covered: int, num_layers: int, asked: str) -> None:
@@ -693,7 +692,3 @@ def _check_length(covered: int, num_layers: int, asked: str) -> None:
             f"{asked} covers {covered} layers, the model has {num_layers} "
             "(multi-token-prediction depths included): give every layer a choice."
         )
-
-
-def _count(count: str | None) -> int:
-    return 1 if count is None else int(count)

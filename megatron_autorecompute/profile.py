@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, Field
 
@@ -30,6 +30,9 @@ from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.lines import Line, RecordLines
 from megatron_autorecompute.policy import ALL, CHOICE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.work_order import contains, launches_more, ordered_ms
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SCHEMA_VERSION = 1
 
@@ -80,36 +83,30 @@ Choice = Annotated[str, AfterValidator(_choice)]
 class LayerBytes:
     """The three byte figures of a layer under a choice, as the module docstring defines them."""
 
-    held: int
-    forward_transient: int
-    backward_transient: int
+    held_bytes: Bytes
+    """Bytes kept from the forward to the backward."""
+    forward_transient_bytes: Bytes
+    """Further bytes of the forward."""
+    backward_transient_bytes: Bytes
+    """Further bytes of the backward."""
 
     @classmethod
-    def of(cls, record: ChoiceRecord | BytesAt) -> LayerBytes:
+    def of(cls, record: Any) -> LayerBytes:
         """The figures of a record."""
-        return cls(
-            record.held_bytes, record.forward_transient_bytes, record.backward_transient_bytes
-        )
+        return cls(*(getattr(record, each.name) for each in fields(cls)))
 
     def each(self, change: Callable[[int], int]) -> LayerBytes:
         """These figures after the same change to all three."""
-        return LayerBytes(
-            change(self.held), change(self.forward_transient), change(self.backward_transient)
-        )
+        return LayerBytes(*map(change, astuple(self)))
 
     def into(self, record: _HasBytes) -> _HasBytes:
         """A copy of the record that has these figures."""
-        return replace(
-            record,
-            held_bytes=self.held,
-            forward_transient_bytes=self.forward_transient,
-            backward_transient_bytes=self.backward_transient,
-        )
+        return replace(record, **asdict(self))
 
     @property
     def total(self) -> int:
         """The sum of the three figures."""
-        return self.held + self.forward_transient + self.backward_transient
+        return self.held_bytes + self.forward_transient_bytes + self.backward_transient_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +142,6 @@ class PartBytes:
     def each(self, change: Callable[[int], int]) -> PartBytes:
         """These figures after the same change to all."""
         return PartBytes(*(change(getattr(self, one.name)) for one in fields(self)))
-
-
-@dataclass(frozen=True, slots=True)
-class GraphBytes:
-    """The part of a record's bytes that lies in the memory pool of the layer's CUDA graphs, or in
-    the buffers that the graphs' inputs are copied to. Nothing else can use the pool."""
-
-    held_bytes: Bytes
-    """Bytes kept from the forward to the backward: saved tensors, inputs and outputs of graphs."""
-    forward_transient_bytes: Bytes
-    """Further bytes of the forward's graph."""
-    backward_transient_bytes: Bytes
-    """Further bytes of the backward's graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +267,11 @@ class ChoiceRecord:
     output_keeps_bytes: Bytes = 0
     """With EP overlap, in a chunk's last layer: bytes that the graph of its output keeps after its
     backward. The schedule refers to that graph until the chunk's backward ends."""
-    graph: GraphBytes | None = None
+    graph: LayerBytes | None = None
     """With CUDA graphs of layers: the part of the byte figures that lies in the graphs' memory
-    pool. The pool's highest point counts beside the highest point of everything else."""
+    pool, or in the buffers that the graphs' inputs are copied to. Saved tensors, inputs and outputs
+    of graphs are held. Nothing else can use the pool, so its highest point counts beside the
+    highest point of everything else."""
     offload_groups: tuple[OffloadGroup, ...] = ()
     """What a choice with offload moves to host memory, in the order in which the copies out begin.
     held_bytes leave out all `device_bytes`, backward_transient_bytes contain them as they come
@@ -338,7 +324,7 @@ class ChoiceRecord:
         return LayerBytes.of(above[0]).into(self)
 
 
-_HasBytes = TypeVar("_HasBytes", ChoiceRecord, BytesAt)
+_HasBytes = TypeVar("_HasBytes", bound="DataclassInstance")
 _HasTimes = TypeVar("_HasTimes", ChoiceRecord, HostTimes)
 
 
@@ -832,12 +818,8 @@ def _check_order(kind: LayerKind) -> None:
     """Refuse a choice that is faster than one it contains: a planner would recompute needlessly.
 
     One checkpoint of a layer may be faster than several of its modules, where a host decides."""
-    choices = [record.policy for record in kind.choices]
-    layer_ms = [
-        (record.forward_ms + record.backward_ms) / choice.group
-        for record, choice in zip(kind.choices, choices, strict=True)
-    ]
-    timed = list(zip(choices, layer_ms, strict=True))
+    chosen = [(record, record.policy) for record in kind.choices]
+    timed = [(own, (each.forward_ms + each.backward_ms) / own.group) for each, own in chosen]
     for larger, larger_ms in timed:
         for smaller, smaller_ms in timed:
             if larger_ms < smaller_ms * (1 - ROUNDING) and launches_more(larger, smaller):

@@ -137,9 +137,13 @@ def _estimate(args: Namespace) -> None:
         lines = []
         if args.sensitivity:
             lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
+    step_end = (
+        f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
+        "optimizer and for data-parallel collectives that nothing hides (modelled for "
+        f"{gpu.name}). The steps of plans leave this out."
+    )
     budget = budget_words(gpu, args.reserve_gib, job)
-    said = [_step_end_words(profile, gpu), budget, *lines]
-    _show_profile(args, profile, output, budget_bytes, said)
+    _show_profile(args, profile, output, budget_bytes, [step_end, budget, *lines])
 
 
 def _show_profile(
@@ -158,15 +162,6 @@ def _show_profile(
         print(
             streams.printable(f"Written to {output}. Next:\n{plan_command(output, budget_bytes)}")
         )
-
-
-def _step_end_words(profile: Profile, gpu: Device) -> str:
-    """What a step takes that no plan changes."""
-    return (
-        f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
-        "optimizer and for data-parallel collectives that nothing hides (modelled for "
-        f"{gpu.name}). The steps of plans leave this out."
-    )
 
 
 def budget_words(
@@ -195,14 +190,6 @@ def _checked_output(args: Namespace) -> Path | None:
     Raises OptionError if a file is there that was not named or that is read, or for options that
     others leave without effect; ProfileError if it cannot be written.
     """
-    output = _profile_file(args)
-    refuse_ignored(args)
-    if args.reserve_gib is not None and args.json:
-        raise without_effect("--reserve-gib", "--json", _LACKS)
-    return output
-
-
-def _profile_file(args: Namespace) -> Path | None:
     if args.output is None:
         args.output = DEFAULT_OUTPUT
         if os.path.lexists(DEFAULT_OUTPUT):
@@ -210,7 +197,11 @@ def _profile_file(args: Namespace) -> Path | None:
                 f"{DEFAULT_OUTPUT} is there already, and without -o no file is replaced. Give "
                 "-o FILE."
             )
-    return output_file(args)
+    output = output_file(args)
+    refuse_ignored(args)
+    if args.reserve_gib is not None and args.json:
+        raise without_effect("--reserve-gib", "--json", _LACKS)
+    return output
 
 
 HOST, SLOWEST_HOST = "host", 100

@@ -8,20 +8,19 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import MOST_POINTS, Command, at_least, picture
-from megatron_autorecompute.cli.output import check_output, print_result, progress_bars
+from megatron_autorecompute.cli.output import check_output, print_result, shown_progress
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import may_offload
 from megatron_autorecompute.planner.search.offload import without_offload
-from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
@@ -61,48 +60,31 @@ class ParetoCommand(Command):
         if args.plot:
             check_output(args, args.plot)
         (problem,), asked = problems(args, read_source(args))
-        with progress_bars() as bars:
-            own = bars.add_task("Megatron's own settings", total=1)
-            strategies = strategies_of(
-                problem, None, lambda share: bars.update(own, completed=share)
-            )
-            task = bars.add_task("Budgets", total=1)
-            points = best_points(
-                problem,
-                strategies,
-                lambda share: bars.update(task, completed=share),
-                num_points=args.points,
-            )
-        without = _without_offload(problem, args.points)
+        with shown_progress() as progress:
+            own = partial(progress, "Megatron's own settings")
+            strategies = strategies_of(problem, None, own)
+            budgets = partial(progress, "Budgets")
+            points = best_points(problem, strategies, budgets, num_points=args.points)
+        # None where nothing offloads, or some layers must.
+        without = without_offload(problem) if may_offload(problem) else None
+        apart = [] if without is None else list(pareto(without, args.points))
         if args.csv:
             print(as_csv(points, strategies), end="")
         else:
             percentile = problem.imbalance_percentile
-            said = [
-                *asked.notes,
-                *terminal.imbalance_lines(problem.profile, percentile),
-            ]
+            said = [*asked.notes, *terminal.imbalance_lines(problem.profile, percentile)]
             parts: list[RenderableType] = [terminal.curve_view(points, strategies)]
-            if without:
-                parts += [Text("Without offload:"), terminal.curve_view(without, ())]
+            if apart:
+                parts += [Text("Without offload:"), terminal.curve_view(apart, ())]
             view = Group(*parts, *map(Text, said))
-            print_result(args, as_json(points, strategies, without), view)
+            print_result(args, as_json(points, strategies, apart), view)
         if args.plot:
-            _draw(Curve(problem.profile.model.name, points, strategies), args.plot)
+            from megatron_autorecompute.report.drawn import save_picture  # loads matplotlib
 
-
-def _without_offload(problem: Problem, num_points: int) -> list[CurvePoint]:
-    """The curve without offload; empty where nothing offloads, or some layers must."""
-    without = without_offload(problem) if may_offload(problem) else None
-    return [] if without is None else list(pareto(without, num_points))
-
-
-def _draw(curve: Curve, path: Path) -> None:
-    from megatron_autorecompute.report.drawn import save_picture  # loads matplotlib
-
-    about = "the best policy for every budget (line), Megatron's own settings (points)"
-    save_picture(curve_svg(curve, f"{curve.title}: {about}"), path)
-    streams.say(f"Drawn: {path}.")
+            curve = Curve(problem.profile.model.name, points, strategies)
+            about = "the best policy for every budget (line), Megatron's own settings (points)"
+            save_picture(curve_svg(curve, f"{curve.title}: {about}"), args.plot)
+            streams.say(f"Drawn: {args.plot}.")
 
 
 def as_json(

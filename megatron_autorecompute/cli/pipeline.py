@@ -116,7 +116,7 @@ def known_of(profile: Profile) -> Known:
 
 def _layout_of_stages(profile: Profile) -> Layout | None:
     """The layout of the stages' records: layers that follow each other are one chunk."""
-    runs = [_runs(stage.layers) for stage in profile.stages]
+    runs = [consecutive(stage.layers) for stage in profile.stages]
     if not runs or len(set(map(len, runs))) != 1 or not runs[0]:
         return None
     last = len(runs) - 1, len(runs[0]) - 1
@@ -133,7 +133,8 @@ def _layout_of_stages(profile: Profile) -> Layout | None:
     return None
 
 
-def _runs(layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+def consecutive(layers: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The numbers in runs in which each is one more than the one before."""
     cuts = [at for at, (a, b) in enumerate(pairwise(layers), start=1) if b != a + 1]
     edges = [0, *cuts, len(layers)] if layers else []
     return [layers[start:stop] for start, stop in pairwise(edges)]

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
-from megatron_autorecompute.cli.pipeline import known_of, shape_words
+from megatron_autorecompute.cli.pipeline import consecutive, known_of, shape_words
 from megatron_autorecompute.planner.cost.step_interval import is_tie
-from megatron_autorecompute.profile import ChoiceRecord, Profile
+from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.report.terminal import assumption_lines
 from megatron_autorecompute.report.words import came_from, clocks
 from megatron_autorecompute.units import MIB, unit_for
+
+TIE = "not surely slower than a choice with less recompute"
 
 
 def profile_view(profile: Profile, verbose: bool, where: str = "") -> Group:
@@ -58,40 +61,32 @@ def _made_for(profile: Profile) -> Iterator[str]:
 def _records(profile: Profile) -> Rows:
     shown_ms = 0.005  # the least that two digits show
     apart = any(r.communication_ms >= shown_ms for kind in profile.kinds for r in kind.choices)
+
+    def in_graphs(row: Any) -> str:
+        held_bytes = row[1].graph.held_bytes if row[1].graph else 0
+        return _mib(held_bytes) if profile.graphs_of_layers else ""
+
+    def communication(row: Any) -> str:
+        return f"{row[1].communication_ms:.2f}" if apart else ""
+
     named = [
         (f"{len(k.layers)} {k.name}", r, is_tie(k, r)) for k in profile.kinds for r in k.choices
     ]
     norm = [("final norm", profile.final_norm, False)] if profile.final_norm else []
     rows = [("embedding", profile.embedding, False), *named, *norm, ("head", profile.head, False)]
     columns = (
-        Column("layers", left=True),
-        Column("choice", folded=True),
-        Column("graph MiB", name="held in CUDA graphs MiB", optional=True),
-        *map(Column, ("held MiB", "fwd +MiB", "bwd +MiB", "fwd ms", "bwd ms")),
-        Column("comm.", name="of it communication ms", optional=True),
-        Column("tie", name="not surely slower than a choice with less recompute", optional=True),
+        Column("layers", lambda row: row[0], left=True),
+        Column("choice", lambda row: row[1].choice, folded=True),
+        Column("graph MiB", in_graphs, "held in CUDA graphs MiB", optional=True),
+        Column("held MiB", lambda row: _mib(row[1].held_bytes)),
+        Column("fwd +MiB", lambda row: _mib(row[1].forward_transient_bytes)),
+        Column("bwd +MiB", lambda row: _mib(row[1].backward_transient_bytes)),
+        Column("fwd ms", lambda row: f"{row[1].forward_ms:.2f}"),
+        Column("bwd ms", lambda row: f"{row[1].backward_ms:.2f}"),
+        Column("comm.", communication, "of it communication ms", optional=True),
+        Column("tie", lambda row: "=" * row[2], TIE, optional=True),
     )
-    return Rows(columns, [_cells(*row, apart, profile.graphs_of_layers) for row in rows])
-
-
-def _cells(
-    place: str, record: ChoiceRecord, tie: bool, apart: bool, graphs: bool
-) -> tuple[str, ...]:
-    """A record's row, with its communication, and what graphs hold of it, if these are told
-    apart."""
-    in_graphs = record.graph.held_bytes if record.graph else 0
-    return (
-        place,
-        record.choice,
-        _mib(in_graphs) if graphs else "",
-        _mib(record.held_bytes),
-        _mib(record.forward_transient_bytes),
-        _mib(record.backward_transient_bytes),
-        f"{record.forward_ms:.2f}",
-        f"{record.backward_ms:.2f}",
-        f"{record.communication_ms:.2f}" if apart else "",
-        "=" * tie,
-    )
+    return Rows(columns, rows)
 
 
 def _mib(size_bytes: int) -> str:
@@ -101,28 +96,22 @@ def _mib(size_bytes: int) -> str:
 def _static(profile: Profile) -> Rows:
     """One row for all stages with equal figures."""
     unit = unit_for(stage.static.total_bytes for stage in profile.stages)
-    names = ("stage", f"weights {unit.name}", "gradients", "optimizer", "buffers", "static")
     stages: dict[tuple[int, ...], list[int]] = {}
-    for number, stage in enumerate(profile.stages):
-        static = stage.static
-        parts = (
-            static.parameter_bytes,
-            static.gradient_bytes,
-            static.optimizer_state_bytes,
-            static.all_buffer_bytes,
-            static.total_bytes,
-        )
-        stages.setdefault(parts, []).append(number)
-    rows = [(_numbers(numbers), *map(unit.text, parts)) for parts, numbers in stages.items()]
-    return Rows([Column(name) for name in names], rows)
+    for number, static in enumerate(stage.static for stage in profile.stages):
+        weights = static.parameter_bytes, static.gradient_bytes, static.optimizer_state_bytes
+        stages.setdefault((*weights, static.all_buffer_bytes), []).append(number)
+    columns = (
+        Column("stage", lambda row: _numbers(row[1])),
+        Column(f"weights {unit.name}", lambda row: unit.text(row[0][0])),
+        Column("gradients", lambda row: unit.text(row[0][1])),
+        Column("optimizer", lambda row: unit.text(row[0][2])),
+        Column("buffers", lambda row: unit.text(row[0][3])),
+        Column("static", lambda row: unit.text(sum(row[0]))),
+    )
+    return Rows(columns, stages.items())
 
 
 def _numbers(numbers: list[int]) -> str:
     """`0, 2-6, 8` for numbers in ascending order."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    runs = consecutive(tuple(numbers))
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -8,11 +8,8 @@ import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-
-from rich.progress import TaskID
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli import streams
@@ -25,8 +22,8 @@ from megatron_autorecompute.cli.output import (
     output_file,
     print_plan,
     print_result,
-    progress_bars,
     refuse_ignored,
+    shown_progress,
     without_effect,
 )
 from megatron_autorecompute.cli.profile_view import profile_view
@@ -44,7 +41,7 @@ from megatron_autorecompute.policy import (
 )
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report import terminal
-from megatron_autorecompute.report.data import Progress, report_data
+from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html
 from megatron_autorecompute.report.recorded import recorded_step
 from megatron_autorecompute.report.strip import strip_svg
@@ -85,10 +82,9 @@ class ShowCommand(Command):
             check_output(args, args.svg)
         text = json_records.read(args.plan, Plan.__name__)
         if json_records.has_fields(text, "kinds", "parallelism"):
-            if args.svg:
-                raise without_effect("--svg", args.plan, "it is a profile and has no policy")
-            if args.for_hybrid:
-                raise without_effect("--for-hybrid", args.plan, "it is a profile and has no policy")
+            for flag, given in (("--svg", args.svg), ("--for-hybrid", args.for_hybrid)):
+                if given:
+                    raise without_effect(flag, args.plan, "it is a profile and has no policy")
             profile = Profile.from_json(text, str(args.plan))
             print_result(args, profile.to_json(), profile_view(profile, args.verbose))
             return
@@ -202,14 +198,10 @@ class ExplainCommand(Command):
         """Print it; raises ProfileError for a file that is no plan, PolicyError for a bad layer."""
         plan = Plan.load(args.plan)
         if args.layer is None:
-            _explain_stages(args, plan)
+            evidence = json.dumps([asdict(item) for item in plan.evidence], indent=1)
+            print_result(args, evidence, terminal.stages_explained(plan))
         else:
             _explain_layer(args, plan)
-
-
-def _explain_stages(args: Namespace, plan: Plan) -> None:
-    evidence = json.dumps([asdict(item) for item in plan.evidence], indent=1)
-    print_result(args, evidence, terminal.stages_explained(plan))
 
 
 def _explain_layer(args: Namespace, plan: Plan) -> None:
@@ -261,7 +253,7 @@ class ReportCommand(Command):
             args.output = Path(os.path.splitext(args.plan)[0] + ".html")
         output, plan = output_file(args), Plan.load(args.plan)
         recorded = recorded_step(plan, args.snapshot, args.stage) if args.snapshot else None
-        with _shown_progress() as progress:
+        with shown_progress() as progress:
             data = replace(report_data(plan, progress), recorded=recorded)
         page = html(replace(data, speed=throughput_words(plan)))
         if output is None:
@@ -269,20 +261,6 @@ class ReportCommand(Command):
             return
         write_atomically(page, output)
         print(streams.printable(f"Written: {output}. Open it in a browser; it needs no network."))
-
-
-@contextmanager
-def _shown_progress() -> Iterator[Progress]:
-    """A progress bar for each part of the computation."""
-    with progress_bars() as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, share: float) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=1.0)
-            bars.update(tasks[what], completed=share)
-
-        yield progress
 
 
 class TraceCommand(Command):

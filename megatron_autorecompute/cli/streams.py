@@ -55,7 +55,9 @@ def say(text: str) -> None:
 
 def printable(text: str) -> str:
     """The text with all that a terminal would obey, or not show, written as an escape."""
-    return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def is_standard_output(path: Path) -> bool:
@@ -77,7 +79,3 @@ class Printable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         for segment in console.render(self._view, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")

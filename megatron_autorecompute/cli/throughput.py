@@ -9,13 +9,14 @@ layers and logits, and not its norms and projection.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta.devices import Device, device
+from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.plan import Plan
@@ -56,13 +57,6 @@ class Throughput:
         return self.flops_per_s / self.peak_flops
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    config: Mapping[str, Any]
-    padded_vocab_size: int
-    precision: str
-
-
 def throughput(plan: Plan) -> Throughput | None:
     """What the plan's step time says of its speed; None if the step takes no time."""
     shape, stages = plan.profile.parallelism, plan.layout.num_stages
@@ -72,14 +66,14 @@ def throughput(plan: Plan) -> Throughput | None:
     replica_gpus = shape.tensor_parallel * shape.context_parallel * stages
     tokens = shape.micro_batch_size * plan.schedule.num_microbatches * shape.seq_length
     tokens_per_s = tokens / step_s / replica_gpus
-    model = _model(plan.profile)
+    config, vocab_size, precision = _model(plan.profile)
     flops = None
-    if model is not None and not plan.profile.model.encoder_layers:
+    if config is not None and not plan.profile.model.encoder_layers:
         with suppress(KeyError, TypeError, ValueError):  # a config written by hand
-            counted = flops_per_token(model.config, shape.seq_length, model.padded_vocab_size)
-            flops = counted * tokens_per_s
-    num_gpus = plan.profile.num_gpus
-    gpu, precision = _device(plan.profile), model.precision if model else "bf16"
+            flops = flops_per_token(config, shape.seq_length, vocab_size) * tokens_per_s
+    num_gpus, gpu = plan.profile.num_gpus, None
+    with suppress(OptionError):
+        gpu = device(plan.profile.fingerprint.get("device", ""))
     return Throughput(
         tokens_per_s,
         None if num_gpus is None or num_gpus % replica_gpus else num_gpus,
@@ -118,41 +112,25 @@ def _modelled(profile: Profile) -> str:
     return "" if MEASURED in sources else "; times are modelled"
 
 
-def _model(profile: Profile) -> _Model | None:
-    """The config that a profile records; None for one without, and for frozen weights."""
+def _model(profile: Profile) -> tuple[Mapping[str, Any] | None, int, str]:
+    """The config that a profile records (None for one without, and for frozen weights), rows of the
+    output layer, and the precision of matrix products."""
     facts = profile.model.facts
-    config = facts.get("transformer_config")
     if facts.get("job") is None:
-        vocab = facts.get("vocab_size")
-        if not isinstance(config, dict) or not isinstance(vocab, int):
-            return None
+        config, vocab_size = facts.get("transformer_config"), facts.get("vocab_size")
+        if not isinstance(config, dict) or not isinstance(vocab_size, int):
+            return None, 0, "bf16"
         pattern = facts.get("hybrid_layer_pattern")
         whole = {"num_layers": profile.model.num_layers, **config, "hybrid_layer_pattern": pattern}
-        return _Model(whole, vocab, _precision(config))
+        return whole, vocab_size, next((one for one in ("fp4", "fp8") if config.get(one)), "bf16")
     try:
         job = job_from(facts["job"], "model.facts.job")
     except OptionError:  # which another version described
-        return None
+        return None, 0, "bf16"
     if job.lora_rank:
-        return None
-    return _Model(job.config, job.padded_vocab_size, _shortened(job.precision))
-
-
-def _precision(config: Mapping[str, Any]) -> str:
-    if config.get("fp4"):
-        return "fp4"
-    return "fp8" if config.get("fp8") else "bf16"
-
-
-def _shortened(precision: str) -> str:
-    """The devices' name of a job's precision."""
-    return next((name for name in ("fp8", "fp4") if name in precision), "bf16")
-
-
-def _device(profile: Profile) -> Device | None:
-    with suppress(OptionError):
-        return device(profile.fingerprint.get("device", ""))
-    return None
+        return None, 0, "bf16"
+    precision = next((one for one in ("fp8", "fp4") if one in job.precision), "bf16")
+    return job.config, job.padded_vocab_size, precision
 
 
 def flops_per_token(config: Mapping[str, Any], seq_length: int, padded_vocab_size: int) -> float:
@@ -167,46 +145,42 @@ def flops_per_token(config: Mapping[str, Any], seq_length: int, padded_vocab_siz
     Raises KeyError for a config without num_layers, hidden_size or num_attention_heads, or with
     layers that are not counted: `OTHER_LAYERS`, and `D` and `+` of a hybrid pattern.
     """
-    pattern = config.get("hybrid_layer_pattern")
+    pattern, hidden = config.get("hybrid_layer_pattern"), config["hidden_size"]
     others = OTHER_LAYERS if pattern is None else OTHER_LAYERS[1:]
     if other := [name for name in others if config.get(name)]:
         raise KeyError(*other)
     if pattern is not None:
-        return _hybrid(config, HybridPattern.parse(pattern), seq_length, padded_vocab_size)
-    if config.get("is_hybrid_model"):
+        parsed = HybridPattern.parse(pattern)
+        depths, beside = parsed.mtp_num_layers, 0
+        symbols = parsed.symbols + parsed.depth * depths
+        config = {**config, "attention_output_gate": False}
+    elif config.get("is_hybrid_model"):
         raise KeyError("hybrid_layer_pattern")
-    hidden, depths = config["hidden_size"], config.get("mtp_num_layers") or 0
-    layers = config["num_layers"] + depths
-    products = (
-        layers * _attention(config, seq_length)
-        + _mlps(config, depths)
-        + depths * (3 * hidden + 2 * hidden * hidden)  # norms and projection of a depth
-        + (depths + 1) * hidden * padded_vocab_size
-    )
-    return FORWARD_AND_BACKWARD * MULTIPLY_ADD * float(products)
-
-
-def _hybrid(
-    config: Mapping[str, Any], pattern: HybridPattern, seq_length: int, padded_vocab_size: int
-) -> float:
-    symbols = pattern.symbols + pattern.depth * pattern.mtp_num_layers
-    if other := set(symbols) & set("D+"):
-        raise KeyError(*other)
-    hidden, width = config["hidden_size"], config.get("ffn_hidden_size")
-    matrices = 3 if config.get("gated_linear_unit") else 2
-    of_symbol: dict[str, Callable[[], float]] = {
-        "*": lambda: _attention({**config, "attention_output_gate": False}, seq_length),
-        "-": lambda: float(matrices * hidden * (width or 4 * hidden)),
-        "E": lambda: _experts(config),
-        "M": lambda: _mamba(config),
-        "G": lambda: _gated_delta_net(config),
-    }
-    products = sum(of_symbol[one]() * symbols.count(one) for one in sorted(set(symbols)))
-    products += (pattern.mtp_num_layers + 1) * hidden * padded_vocab_size
+    else:
+        depths = config.get("mtp_num_layers") or 0
+        beside = depths * (3 * hidden + 2 * hidden * hidden)  # norms and projection of a depth
+        symbols = _symbols(config, depths)
+    counts = Counter(symbols)
+    products = sum(counts[one] * PRODUCTS[one](config, seq_length) for one in sorted(counts))
+    products += beside + (depths + 1) * hidden * padded_vocab_size
     return float(FORWARD_AND_BACKWARD * MULTIPLY_ADD * products)
 
 
-def _mamba(config: Mapping[str, Any]) -> float:
+def _symbols(config: Mapping[str, Any], depths: int) -> str:
+    """A GPT's layers as a hybrid pattern has them; depths are like the last layer."""
+    number: int = config["num_layers"]
+    frequency = config.get("moe_layer_freq", 1)
+    if not config.get("num_moe_experts"):
+        has_experts = [False] * number
+    elif isinstance(frequency, int):
+        has_experts = [index % frequency == 0 for index in range(number)]
+    else:
+        has_experts = list(map(bool, frequency))
+    has_experts += has_experts[-1:] * depths
+    return "*" * (number + depths) + "".join("E" if one else "-" for one in has_experts)
+
+
+def _mamba(config: Mapping[str, Any], seq_length: int) -> float:
     """Products per token of a Mamba layer; of the scan 3.5, as Megatron rounds. Megatron takes the
     inner width for twice the hidden size, whatever the heads are."""
     hidden, state = config["hidden_size"], config.get("mamba_state_dim", 128)
@@ -216,7 +190,7 @@ def _mamba(config: Mapping[str, Any]) -> float:
     return float(projections + 3.5 * inner * state)
 
 
-def _gated_delta_net(config: Mapping[str, Any]) -> float:
+def _gated_delta_net(config: Mapping[str, Any], seq_length: int) -> float:
     """Products per token of a Gated DeltaNet layer."""
     hidden, value_width = config["hidden_size"], config["linear_value_head_dim"]
     keys = config["linear_key_head_dim"] * config["linear_num_key_heads"]
@@ -253,34 +227,32 @@ def _latent_attention(config: Mapping[str, Any], seq_length: int) -> float:
     return float(projections + seq_length * (queries + heads * value) / 2)
 
 
-def _mlps(config: Mapping[str, Any], depths: int) -> float:
-    """Products per token of all MLPs and experts; depths are like the last layer."""
+def _mlp(config: Mapping[str, Any], seq_length: int) -> float:
+    """Products per token of an MLP."""
     hidden = config["hidden_size"]
-    width = config.get("ffn_hidden_size") or 4 * hidden
-    matrices = 3 if config.get("gated_linear_unit") else 2
-    pattern = _moe_pattern(config)
-    pattern += pattern[-1:] * depths
-    experts = sum(pattern)
-    own = matrices * hidden * width * (len(pattern) - experts)
-    return float(own + (experts * _experts(config) if experts else 0))
+    return float(_matrices(config) * hidden * (config.get("ffn_hidden_size") or 4 * hidden))
 
 
-def _experts(config: Mapping[str, Any]) -> float:
+def _experts(config: Mapping[str, Any], seq_length: int) -> float:
     """Products per token of one layer's experts."""
     hidden = config["hidden_size"]
-    width = config.get("ffn_hidden_size") or 4 * hidden
-    matrices = 3 if config.get("gated_linear_unit") else 2
-    expert_width = (config.get("moe_ffn_hidden_size") or width) * config.get("moe_router_topk", 2)
+    width = config.get("moe_ffn_hidden_size") or config.get("ffn_hidden_size") or 4 * hidden
     shared = config.get("moe_shared_expert_intermediate_size") or 0
     latent = config.get("moe_latent_size")
-    routed = matrices * expert_width * (latent or hidden) + 2 * hidden * (latent or 0)
-    return float(routed + matrices * hidden * shared)
+    chosen = _matrices(config) * width * config.get("moe_router_topk", 2)
+    routed = chosen * (latent or hidden) + 2 * hidden * (latent or 0)
+    return float(routed + _matrices(config) * hidden * shared)
 
 
-def _moe_pattern(config: Mapping[str, Any]) -> list[bool]:
-    number, frequency = config["num_layers"], config.get("moe_layer_freq", 1)
-    if not config.get("num_moe_experts"):
-        return [False] * number
-    if isinstance(frequency, int):
-        return [index % frequency == 0 for index in range(number)]
-    return list(map(bool, frequency))
+def _matrices(config: Mapping[str, Any]) -> int:
+    return 3 if config.get("gated_linear_unit") else 2
+
+
+PRODUCTS: Mapping[str, Callable[[Mapping[str, Any], int], float]] = {
+    "*": _attention,
+    "-": _mlp,
+    "E": _experts,
+    "M": _mamba,
+    "G": _gated_delta_net,
+}
+"""Products per token of a layer, by its symbol in a hybrid pattern."""

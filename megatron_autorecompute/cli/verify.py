@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute.cli.command import Command, sizes
@@ -73,8 +73,8 @@ def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
         steps = measured is not None
         calls = args.lengths or verify_calls.calls_of(plan)
         verify_calls.fullest_parts(plan, calls)  # refused before anything runs
-        beside = Beside(bool(calls) or steps, steps or bool(plan.measured_peak_bytes))
-        lines = None if args.json else Lines(unit, beside)
+        job = steps or bool(plan.measured_peak_bytes)
+        lines = Lines(unit, steps=bool(calls) or steps, job=job)
         if measured is not None:
             verify.measured_peaks(plan, measured)
         with progress_bars() as bars:
@@ -83,7 +83,7 @@ def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
 
             def done(check: StageCheck) -> None:
                 bars.advance(task)
-                if lines is not None:
+                if not args.json:
                     lines.say(check)
 
             checks = [*verify.verify(plan, done)]
@@ -122,72 +122,56 @@ def _measured(args: Namespace, plan: Plan) -> Plan | None:
     return plan if known else None
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
-    """The further columns of the table."""
-
-    steps: bool = False
-    """Whether rows name their step: more than the plan's own runs."""
-    job: bool = False
-    """Whether rows have a peak that a job measured."""
-
-
 class Lines:
-    """The table's rows, written one at a time, in columns of the header's widths."""
+    """The table's rows, written one at a time, in columns of the header's widths.
 
-    def __init__(self, unit: Unit, beside: Beside = Beside()) -> None:
-        self._unit = unit
-        self._beside = beside
-        self._names = _names(unit, beside)
+    Args:
+        unit: of bytes.
+        steps: whether rows name their step: more than the plan's own runs.
+        job: whether rows have a peak that a job measured.
+    """
+
+    def __init__(self, unit: Unit, *, steps: bool = False, job: bool = False) -> None:
+        digits = 3 if unit.size == GIB else 1
+        columns: list[tuple[str, Callable[[StageCheck], str]]] = [
+            ("stage", lambda one: str(one.stage)),
+            (f"predicted {unit.name}", lambda one: f"{one.predicted_bytes / unit.size:.{digits}f}"),
+            (f"Megatron {unit.name}", lambda one: f"{one.megatron_bytes / unit.size:.{digits}f}"),
+            ("  error", lambda one: f"{one.error:+.2%}"),
+            (f"total {unit.name}", lambda one: unit.text(one.total_bytes)),
+        ]
+        if steps:
+            columns.insert(0, ("          step", _step))
+        if job:
+            columns.append((f"  job {unit.name}", lambda one: _or_none(one.job_bytes, unit.text)))
+            columns.append(("  error", lambda one: _or_none(one.job_error, "{:+.2%}".format)))
+        columns.append((f"budget {unit.name}", lambda one: unit.text(one.budget_bytes)))
+        self._columns = columns
         self._begun = False
 
     def say(self, check: StageCheck) -> None:
         """Write one stage, and the header before the first."""
         if not self._begun:
-            print("  ".join(self._names))
+            print("  ".join(name for name, _ in self._columns))
         self._begun = True
-        *texts, remark = _cells(check, self._unit, self._beside)
-        row = [text.rjust(len(name)) for text, name in zip(texts, self._names, strict=True)]
-        print("  ".join([*row, remark]).rstrip(), flush=True)
+        cells = [text(check).rjust(len(name)) for name, text in self._columns]
+        print("  ".join([*cells, _remark(check)]).rstrip(), flush=True)
 
 
-def _names(unit: Unit, beside: Beside) -> tuple[str, ...]:
-    """Names of all columns but the last, each as wide as its figures."""
-    return (
-        *(("          step",) if beside.steps else ()),
-        "stage",
-        f"predicted {unit.name}",
-        f"Megatron {unit.name}",
-        "  error",
-        f"total {unit.name}",
-        *((f"  job {unit.name}", "  error") if beside.job else ()),
-        f"budget {unit.name}",
-    )
+def _or_none(figure: float | None, text: Callable[[float], str]) -> str:
+    return "" if figure is None else text(figure)
 
 
-def _cells(check: StageCheck, unit: Unit, beside: Beside) -> tuple[str, ...]:
-    """The cells of a stage's row. The last cell says what is wrong, if anything is."""
-    digits = 3 if unit.size == GIB else 1
-    step = "plan" if check.iteration is None else f"iteration {check.iteration}"
-    step = step if check.call is None else f"call {check.call}"
-    ran = ("", "") if check.job_bytes is None else (unit.text(check.job_bytes), _percent(check))
-    remarks = {
-        "over budget": check.iteration is None and not check.fits,
-        "above the plan": not check.bounded,
-        "differs": not check.agrees,
-    }
-    return (
-        *((step,) if beside.steps else ()),
-        str(check.stage),
-        f"{check.predicted_bytes / unit.size:.{digits}f}",
-        f"{check.megatron_bytes / unit.size:.{digits}f}",
-        f"{check.error:+.2%}",
-        unit.text(check.total_bytes),
-        *(ran if beside.job else ()),
-        unit.text(check.budget_bytes),
-        next((remark for remark, holds in remarks.items() if holds), ""),
-    )
+def _step(check: StageCheck) -> str:
+    if check.call is not None:
+        return f"call {check.call}"
+    return "plan" if check.iteration is None else f"iteration {check.iteration}"
 
 
-def _percent(check: StageCheck) -> str:
-    return "" if check.job_error is None else f"{check.job_error:+.2%}"
+def _remark(check: StageCheck) -> str:
+    """What is wrong, if anything is."""
+    if check.iteration is None and not check.fits:
+        return "over budget"
+    if not check.bounded:
+        return "above the plan"
+    return "" if check.agrees else "differs"

@@ -37,11 +37,10 @@ def reruns_more(larger: RecomputePolicy, smaller: RecomputePolicy) -> bool:
 
 def _equal(one: LayerPolicy, other: LayerPolicy) -> bool:
     """Whether a layer recomputes and offloads the same at both."""
-    again = [(c.inner, c.offload, c.keep, c.rerun_all) for c in (one, other)]
-    if one.granularity == other.granularity == "full":
-        return again[0] == again[1]
-    inside = "full" not in (one.granularity, other.granularity)
-    return again[0][:2] == again[1][:2] and inside and reruns(one) == reruns(other)
+    if "full" in (one.granularity, other.granularity):
+        return replace(one, group=1) == replace(other, group=1)
+    alike = (one.inner, one.offload) == (other.inner, other.offload)
+    return alike and reruns(one) == reruns(other)
 
 
 def needless(policy: RecomputePolicy, fitting: Mapping[str, RecomputePolicy]) -> str | None:

@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from megatron_autorecompute.compare.comparison import Comparison, Family, StrategyResult
-from megatron_autorecompute.report.chart import FRAME, Box, Chart, Name, circle, path
+from megatron_autorecompute.report.chart import Point, chart_svg
 from megatron_autorecompute.report.drawn import save_picture
 from megatron_autorecompute.units import MIB
 
@@ -122,36 +122,26 @@ def picture(comparison: Comparison, path: Path) -> None:
     """
     timed = [strategy for strategy in comparison.strategies if strategy.step_ms]
     timed.sort(key=lambda strategy: strategy.family == "tried")  # stand behind the others
-    reach = [(s.median_ms or 0.0) + way * s.spread_ms / 2 for s in timed for way in (-1, 1)]
-    chart = Chart.around([max(s.peak_bytes) for s in timed], reach, comparison.budget_bytes)
-    bars = [_bar(chart, strategy) for strategy in timed]
-    names = [Name(*_place(chart, s), s.name, *_looks(s)) for s in timed]
-    points = [_point(chart, strategy) for strategy in timed[::-1]]
-    save_picture(chart.svg(points, names, bars, _title(comparison)), path)
+    svg = chart_svg(list(map(_point, timed)), comparison.budget_bytes, title=_title(comparison))
+    save_picture(svg, path)
 
 
-def _place(chart: Chart, strategy: StrategyResult) -> tuple[float, float]:
-    return chart.x(max(strategy.peak_bytes)), chart.y(strategy.median_ms or 0.0)
-
-
-def _bar(chart: Chart, strategy: StrategyResult) -> Box:
-    """A bar from the lower to the upper quartile; only a point if the setting was merely tried."""
-    (x, y), spread = _place(chart, strategy), strategy.spread_ms / (chart.high_ms - chart.low_ms)
-    reach = 0 if strategy.family == "tried" else FRAME.height * spread / 2
-    return Box(x - 4, y - reach - 3, 8, 2 * reach + 6)
-
-
-def _looks(strategy: StrategyResult) -> tuple[str, bool]:
-    """Colour of the name, and whether it is bold."""
-    tried = strategy.family == "tried"
-    return "#8a6a3a" if tried else _COLOUR[strategy.family], strategy.family == "ours"
-
-
-def _point(chart: Chart, strategy: StrategyResult) -> str:
-    (x, y), bar, colour = _place(chart, strategy), _bar(chart, strategy), _COLOUR[strategy.family]
-    line = path("bar", f"M{x} {bar.y + 3:.1f}V{bar.y + bar.height - 3:.1f}", colour)
-    radius = 3 if strategy.family == "tried" else 5
-    return line + circle(strategy.family, x, y, radius, f'fill="{colour}"', strategy.name)
+def _point(strategy: StrategyResult) -> Point:
+    """Its bar reaches from the lower to the upper quartile; a setting that was merely tried has
+    none."""
+    tried, colour = strategy.family == "tried", _COLOUR[strategy.family]
+    return Point(
+        max(strategy.peak_bytes),
+        strategy.median_ms or 0.0,
+        tip=strategy.name,
+        kind=strategy.family,
+        ink=colour,
+        radius=3 if tried else 5,
+        name=strategy.name,
+        colour="#8a6a3a" if tried else colour,
+        strong=strategy.family == "ours",
+        spread_ms=None if tried else strategy.spread_ms,
+    )
 
 
 def _title(comparison: Comparison) -> str:

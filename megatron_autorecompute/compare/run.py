@@ -203,7 +203,8 @@ def run(settings: Settings, console: Console) -> Comparison:
         AutorecomputeError: a rank raised it; finished results are in the output folder.
     """
     check_length(read_text(Path(settings.text or __file__)), settings.shape)
-    new = [path for path in _with_parents(settings.output) if not path.exists()]
+    whole = Path(settings.output)
+    new = [path for path in (whole, *whole.parents) if not path.exists()]
     folder = _folder(settings)
     _check_memory(settings.shape.pipeline_stages)
     comparison = Comparison(budget_bytes=None)
@@ -245,10 +246,6 @@ def run(settings: Settings, console: Console) -> Comparison:
             raise KeyboardInterrupt(f"{done if comparison.rows() else nothing}.") from None
         raise
     return comparison
-
-
-def _with_parents(folder: str | Path) -> tuple[Path, ...]:
-    return Path(folder), *Path(folder).parents
 
 
 def _folder(settings: Settings) -> Path:
@@ -457,15 +454,12 @@ class Contest:
 
     def _measured(self, name: str, family: Family, policy: str) -> StrategyResult:
         """The strategy with its peak on every stage."""
-        from megatron_autorecompute.runtime.ranks import all_reduce_max
+        from megatron_autorecompute.runtime.ranks import all_gather
 
         self._step(f"{name}: memory")
         with self.job.strategy(policy):
-            peaks, out_of_memory = self.job.peak_bytes()
-        (on_any_rank,) = all_reduce_max(out_of_memory)
-        return StrategyResult(
-            name, family, policy, _by_stage(peaks), out_of_memory=bool(on_any_rank)
-        )
+            peaks, out_of_memory = zip(*all_gather(self.job.peak_bytes()), strict=True)
+        return StrategyResult(name, family, policy, peaks, out_of_memory=any(out_of_memory))
 
     def set_budget(self) -> None:
         """Set the budget: as given, or a fraction of the way from full to none."""
@@ -488,6 +482,7 @@ class Contest:
         Settings that recompute more than one that fits are skipped; see `needless`.
         """
         begin = time.perf_counter()
+        known = {strategy.policy: strategy for strategy in self.comparison.strategies}
         fitting: dict[str, StrategyResult] = {}
         policies: dict[str, RecomputePolicy] = {}
         for text in self.job.own_settings():
@@ -495,7 +490,7 @@ class Contest:
             if reason := needless(policy, policies):
                 self._pass_over(name, reason)
                 continue
-            result = self._known(text) or self._measured(name, "tried", text)
+            result = known.get(text) or self._measured(name, "tried", text)
             result = replace(result, name=name, family="tried")
             if not self.comparison.exceeds(result):
                 fitting[name] = result = self._timed(result, self.settings.tries)
@@ -516,10 +511,6 @@ class Contest:
                 search_s=time.perf_counter() - begin,
             )
         )
-
-    def _known(self, policy: str) -> StrategyResult | None:
-        """The result of a policy whose peaks were already measured, or None."""
-        return next((s for s in self.comparison.strategies if s.policy == policy), None)
 
     def _pass_over(self, name: str, reason: str) -> None:
         self.total -= 1 + self.settings.tries
@@ -630,13 +621,6 @@ class Contest:
                 self._note(self._timed(row, 1))
         self.comparison = replace(self.comparison, complete=True)
         self.tell(self.comparison)
-
-
-def _by_stage(mine: int) -> tuple[int, ...]:
-    """A figure for every pipeline stage; here every stage has one rank."""
-    from megatron_autorecompute.runtime.ranks import all_gather
-
-    return tuple(all_gather(mine))
 
 
 def _machine() -> dict[str, str]:

@@ -151,7 +151,8 @@ class TrainingJob:
 
         Settings that recompute less come first: none, sets of modules, block/N, uniform/N.
         """
-        modules = [name for name in self._modules() if name not in self.left_out()]
+        left_out = self.left_out()
+        modules = [name for name in self._modules() if name not in left_out]
         sets = itertools.chain.from_iterable(
             itertools.combinations(modules, size) for size in range(1, len(modules) + 1)
         )

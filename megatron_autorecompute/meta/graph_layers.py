@@ -45,7 +45,6 @@ from megatron_autorecompute.meta.roofline import Reading, Roofline
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
-    GraphBytes,
     LayerBytes,
     LayerKind,
     in_order,
@@ -125,7 +124,7 @@ def with_graphs(job: Job, kinds: Sequence[LayerKind], clock: Roofline) -> tuple[
 class GraphRun:
     """One layer as a graph."""
 
-    pool: GraphBytes
+    pool: LayerBytes
     rest: LayerBytes
     keeps_input: bool
     """Whether the rest keeps the layer's input."""
@@ -165,9 +164,9 @@ def _record(record: ChoiceRecord, run: GraphRun | None) -> ChoiceRecord:
         record,
         forward_ms=run.forward_ms,
         backward_ms=run.backward_ms,
-        held_bytes=rest.held + pool.held_bytes,
-        forward_transient_bytes=rest.forward_transient + pool.forward_transient_bytes,
-        backward_transient_bytes=rest.backward_transient + pool.backward_transient_bytes,
+        held_bytes=rest.held_bytes + pool.held_bytes,
+        forward_transient_bytes=rest.forward_transient_bytes + pool.forward_transient_bytes,
+        backward_transient_bytes=rest.backward_transient_bytes + pool.backward_transient_bytes,
         input_kept=run.keeps_input,
         also_static_bytes=0,
         graph=pool,
@@ -253,10 +252,10 @@ def _run(
         return output
 
     rest, keeps_input, outside = _alone(replay, like, live, clock)
-    held = captured.held + storage_bytes([like]) + mask
+    held = captured.held_bytes + storage_bytes([like]) + mask
     if job.graphs.implementation == "local" and of_attention and hands_on:
         held -= storage_bytes(outputs)  # the next layer's input
-    pool = GraphBytes(held, captured.forward_transient, captured.backward_transient)
+    pool = replace(captured, held_bytes=held)
     forward_ms, backward_ms = _together(inside, outside, clock)
     return GraphRun(pool, rest, keeps_input, forward_ms, backward_ms)
 

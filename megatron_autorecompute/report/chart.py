@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
+from typing import NamedTuple
 
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint
 from megatron_autorecompute.report.data import Curve
 from megatron_autorecompute.report.terminal import unbeaten
-from megatron_autorecompute.report.words import duration, size
+from megatron_autorecompute.report.words import duration, size, template
 from megatron_autorecompute.units import GIB, MIB
 
+MOST_SAID = 300
+"""Characters of a policy that are said of a step."""
 _DISTANCES = (7, 14, 24)
 """Pixels between a point and its name."""
 _SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (-1, -1), (1, 1), (-1, 1))
@@ -63,99 +65,138 @@ def _around(point: tuple[float, float], extent: tuple[float, float]) -> Iterator
 
 
 FRAME = Box(62, 14, 1096, 270)
-INK, QUIET, GRID = "#1c2024", "#5d666f", "#d9dee3"
-_WIDTH, _HEIGHT = 1180, 330
-_BELOW = FRAME.y + FRAME.height
-_RIGHT = FRAME.x + FRAME.width
+INK, QUIET = "#1c2024", "#5d666f"
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
-    """What stands beside a point, in pixels."""
+class Point:
+    """A point of the picture, and what is said of it."""
+
+    size_bytes: int
+    time_ms: float
+    tip: str = ""
+    """What a page says where it is pointed at."""
+    kind: str = ""
+    """Its class in a page's style sheet."""
+    ink: str = ""
+    """Its colour."""
+    radius: int = 4
+    """In pixels."""
+    hollow: bool = False
+    """Whether it is a ring."""
+    name: str = ""
+    """What stands beside it, where there is room."""
+    colour: str = QUIET
+    """The name's colour."""
+    strong: bool = False
+    """Whether the name is bold."""
+    spread_ms: float | None = None
+    """The length of the bar that it is the middle of; None: it has none."""
+
+
+class Placed(NamedTuple):
+    """A point's place, in pixels."""
 
     x: float
     y: float
-    text: str
-    colour: str = QUIET
-    strong: bool = False
+    point: Point
+    reach: float | None = None
+    """Half the length of its bar."""
+
+    @property
+    def box(self) -> Box:
+        """What it covers."""
+        reach = self.reach or 0
+        return Box(self.x - 4, self.y - reach - 4, 8, 2 * reach + 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Chart:
-    """Bytes from left to right, milliseconds upwards."""
+class _Axis:
+    """Values from `low` to `high`, on pixels from `begin` on."""
 
-    low_bytes: float
-    high_bytes: float
-    low_ms: float
-    high_ms: float
-    budget_bytes: int | None = None
+    low: float
+    high: float
+    begin: float
+    length: float
+    """In pixels; negative for an axis that goes up."""
 
     @classmethod
-    def around(cls, sizes: Sequence[int], times: Sequence[float], budget: int | None) -> Chart:
-        """The axes that hold all these, and the budget if there is one; any axes for nothing."""
-        sizes = [*sizes, *([budget] if budget else [])] or [0, GIB]
-        times = times or [0.0, 1000.0]
-        widths = (max(sizes) - min(sizes) or max(sizes)), (max(times) - min(times) or max(times))
-        return cls(
-            max(0, min(sizes) - 0.06 * widths[0]),
-            max(sizes) + 0.06 * widths[0],
-            max(0, min(times) - 0.1 * widths[1]),
-            max(times) + 0.1 * widths[1],
-            budget,
-        )
+    def around(cls, values: Sequence[float], margin: float, begin: float, length: float) -> _Axis:
+        """An axis that holds all values, and beside them this share of their distance."""
+        wide = max(values) - min(values) or max(values)
+        low, high = max(0, min(values) - margin * wide), max(values) + margin * wide
+        return cls(low, high, begin, length)
 
-    def x(self, size_bytes: float) -> float:
-        """The horizontal place of a size, in pixels."""
-        share = (size_bytes - self.low_bytes) / (self.high_bytes - self.low_bytes)
-        return round(FRAME.x + share * FRAME.width, 1)
+    def at(self, value: float) -> float:
+        """The place of a value, in pixels."""
+        return round(self.begin + (value - self.low) / (self.high - self.low) * self.length, 1)
 
-    def y(self, time_ms: float) -> float:
-        """The vertical place of a time, in pixels."""
-        share = (time_ms - self.low_ms) / (self.high_ms - self.low_ms)
-        return round(FRAME.y + (1 - share) * FRAME.height, 1)
 
-    def svg(
-        self, parts: Iterable[str], names: Sequence[Name], occupied: Iterable[Box], title: str = ""
-    ) -> str:
-        """The picture; the names that matter most come first, and do not cover what is occupied."""
-        inside = [*self._ground(), *parts, *self._names(names, occupied)]
-        inside += [text(FRAME.x, FRAME.y - 3, title, colour=INK)] * bool(title)
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="curve" viewBox="0 0 {_WIDTH} '
-            f'{_HEIGHT}" font-family="system-ui, sans-serif" role="group" '
-            'aria-label="Step time against memory">\n' + "\n".join(inside) + "\n</svg>"
-        )
+def chart_svg(
+    points: Sequence[Point],
+    budget_bytes: int | None,
+    line: Sequence[Point] = (),
+    title: str = "",
+) -> str:
+    """The picture; a page may style its classes otherwise, and show `data-tip` on hover.
 
-    def _ground(self) -> Iterator[str]:
-        unit = GIB if self.high_bytes > 2 * GIB else MIB
-        for at in ticks(self.low_bytes / unit, self.high_bytes / unit, 10):
-            x = self.x(at * unit)
-            yield path("axis", f"M{x} {FRAME.y}V{_BELOW}", GRID)
-            yield text(x, _BELOW + 16, f"{at:g}", "middle")
-        name = f"{'GiB' if unit == GIB else 'MiB'} of the fullest stage"
-        yield text(FRAME.x + FRAME.width / 2, _BELOW + 36, name, "middle")
-        seconds = self.high_ms >= 2000
-        for at in ticks(self.low_ms, self.high_ms, 6):
-            y = self.y(at)
-            yield path("axis", f"M{FRAME.x} {y}H{_RIGHT}", GRID)
-            yield text(FRAME.x - 6, y + 4, f"{at / 1000:g} s" if seconds else f"{at:g} ms", "end")
-        if self.budget_bytes:
-            where = f"M{self.x(self.budget_bytes)} {FRAME.y}V{_BELOW}"
-            yield path("budget", where, INK, ' stroke-dasharray="5 4"')
+    Args:
+        points: those whose names matter most first.
+        budget_bytes: is drawn as a line; None for none.
+        line: the steps of a line, fewest bytes first.
+        title: stands above the picture.
+    """
+    every = [*points, *line]
+    sizes = [p.size_bytes for p in every] + ([budget_bytes] if budget_bytes else [])
+    times = [p.time_ms + way * (p.spread_ms or 0) / 2 for p in every for way in (-1, 1)]
+    across = _Axis.around(sizes or [0, GIB], 0.06, FRAME.x, FRAME.width)
+    up = _Axis.around(times or [0, 1000], 0.1, FRAME.y + FRAME.height, -FRAME.height)
 
-    def _names(self, names: Sequence[Name], occupied: Iterable[Box]) -> Iterator[str]:
-        """Names beside their points; one that finds no free place is left out."""
-        taken = list(occupied)
-        if self.budget_bytes:
-            x, budget = self.x(self.budget_bytes), f"budget {size(self.budget_bytes)}"
-            taken.append(Box(x - 1, FRAME.y, 2, FRAME.height))
-            names = [*names[:1], Name(x, FRAME.y + 10, budget), *names[1:]]
-        taken += [Box(name.x - 4, name.y - 4, 8, 8) for name in names]
-        for name in names:
-            box = beside((name.x, name.y), (6.4 * len(name.text), 13.0), FRAME, taken)
-            if box is not None:
-                taken.append(box)
-                yield text(box.x, box.y + 10, name.text, colour=name.colour, strong=name.strong)
+    def placed(point: Point) -> Placed:
+        reach = point.spread_ms and point.spread_ms / (up.high - up.low) * FRAME.height / 2
+        return Placed(across.at(point.size_bytes), up.at(point.time_ms), point, reach)
+
+    places, steps = list(map(placed, points)), list(map(placed, line))
+    ends = [*(step.x for step in steps), FRAME.x + FRAME.width][1:]
+    levels = [Box(s.x, s.y - 2, end - s.x, 4) for s, end in zip(steps, ends, strict=True)]
+    taken = [*(each.box for each in (*steps, *places)), *levels]
+    budget_x, named = None, list(places)
+    if budget_bytes:
+        budget_x = across.at(budget_bytes)
+        taken.append(Box(budget_x - 1, FRAME.y, 2, FRAME.height))
+        label = Point(budget_bytes, 0, name=f"budget {size(budget_bytes)}")
+        named.insert(1, Placed(budget_x, FRAME.y + 10, label))
+    unit, seconds = GIB if across.high > 2 * GIB else MIB, up.high >= 2000
+    return template("chart.svg").render(
+        frame=FRAME,
+        ink=INK,
+        quiet=QUIET,
+        sizes=[
+            (across.at(at * unit), f"{at:g}")
+            for at in ticks(across.low / unit, across.high / unit, 10)
+        ],
+        times=[
+            (up.at(at), f"{at / 1000:g} s" if seconds else f"{at:g} ms")
+            for at in ticks(up.low, up.high, 6)
+        ],
+        unit="GiB" if unit == GIB else "MiB",
+        budget_x=budget_x,
+        steps=steps,
+        points=places,
+        names=list(_names(named, taken)),
+        title=title,
+    )
+
+
+def _names(places: Sequence[Placed], taken: list[Box]) -> Iterator[tuple[float, float, Point]]:
+    """Where names stand, beside their points; one that finds no free place is left out."""
+    taken += [Box(each.x - 4, each.y - 4, 8, 8) for each in places]
+    for each in places:
+        extent = 6.4 * len(each.point.name), 13.0
+        box = beside((each.x, each.y), extent, FRAME, taken)
+        if box is not None:
+            taken.append(box)
+            yield box.x, box.y + 10, each.point
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
@@ -165,33 +206,6 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     step = next(f * power for f in (1, 2, 5, 10) if f * power >= least)
     first = math.ceil(low / step)
     return [i * step for i in range(first, math.floor(high / step) + 1)]
-
-
-def text(
-    x: float, y: float, words: str, anchor: str = "start", colour: str = QUIET, strong: bool = False
-) -> str:
-    """A line of text that stands on y."""
-    about = ' class="strong" font-weight="bold"' if strong else ""
-    return (
-        f'<text{about} x="{x:.1f}" y="{y:.1f}" font-size="11" text-anchor="{anchor}" '
-        f'fill="{colour}">{escape(words)}</text>'
-    )
-
-
-def path(kind: str, points: str, colour: str, more: str = "") -> str:
-    """A line of M, L, H and V."""
-    return f'<path class="{kind}" d="{points}" fill="none" stroke="{colour}"{more}/>'
-
-
-def circle(kind: str, x: float, y: float, radius: float, looks: str, tip: str) -> str:
-    """A point, and what is said of it where a page is pointed at."""
-    return (
-        f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}" {looks} tabindex="0" '
-        f'data-tip="{escape(tip)}" aria-label="{escape(tip)}"/>'
-    )
-
-
-_OWN, _OVER = 'fill="#9aa4ad"', 'fill="none" stroke="#9aa4ad"'
 
 
 def named(curve: Curve) -> list[ManualResult]:
@@ -211,66 +225,29 @@ def named(curve: Curve) -> list[ManualResult]:
 
 
 def curve_svg(curve: Curve, title: str = "") -> str:
-    """The curve; a page may style its classes otherwise, and show `data-tip` on hover."""
-    ours = [curve.plan] if curve.plan else []
-    peaks: list[ManualResult | CurvePoint] = [*curve.strategies, *ours]
-    chart = Chart.around(
-        [*(p.budget_bytes for p in curve.points), *(p.peak_high_bytes for p in peaks)],
-        [p.step_ms for p in (*curve.points, *peaks)],
-        curve.budget_bytes,
-    )
-    points = sorted(curve.points, key=lambda p: p.budget_bytes)
-    own = [(chart.x(s.peak_high_bytes), chart.y(s.step_ms)) for s in named(curve)]
-    line = [(chart.x(p.budget_bytes), chart.y(p.step_ms)) for p in points]
-    names = [Name(chart.x(p.peak_high_bytes), chart.y(p.step_ms), *_THIS) for p in ours]
-    texts = (s.name.removeprefix("megatron:") for s in named(curve))
-    names += [Name(*place, name) for place, name in zip(own, texts, strict=True)]
-    ends = [*(x for x, _ in line), FRAME.x + FRAME.width][1:]
-    occupied = [Box(x - 4, y - 4, 8, 8) for x, y in [*line, *own]]
-    levels = [Box(x, y - 2, end - x, 4) for (x, y), end in zip(line, ends, strict=True)]
-    return chart.svg(
-        [*_line(points, line), *_strategies(curve, chart)], names, [*occupied, *levels], title
-    )
+    """The curve of a plan, with Megatron's own settings."""
+    plan = [_plan(curve.plan)] if curve.plan else []
+    points = [*plan, *map(_strategy, named(curve))]
+    line = map(_step, sorted(curve.points, key=lambda p: p.budget_bytes))
+    return chart_svg(points, curve.budget_bytes, list(line), title)
 
 
-_THIS = ("this plan", INK, True)
+def _step(point: CurvePoint) -> Point:
+    policy = point.recompute_policy
+    shown = policy if len(policy) <= MOST_SAID else policy[:MOST_SAID] + " …"
+    tip = f"Budget {size(point.budget_bytes)}: {duration(point.step_ms)}\n{shown}"
+    return Point(point.budget_bytes, point.step_ms, tip)
 
 
-def _line(points: list[CurvePoint], places: list[tuple[float, float]]) -> Iterator[str]:
-    """The line as steps: a plan is best for all budgets up to the next faster plan's."""
-    if not points:
-        return
-    (left, top), bottom = places[0], FRAME.y + FRAME.height
-    yield (
-        f'<rect class="no-fit" x="{FRAME.x}" y="{FRAME.y}" width="{left - FRAME.x:.1f}" '
-        f'height="{FRAME.height}" fill="#e6e9ec"/>'
-    )
-    if left - FRAME.x > 70:
-        yield text(FRAME.x + 6, bottom - 8, "no policy fits")
-    steps = f"M{left} {top}" + "".join(f"H{x}V{y}" for x, y in places[1:])
-    yield path("line", f"{steps}H{FRAME.x + FRAME.width}", "#0072b2", ' stroke-width="2"')
-    for point, (x, y) in zip(points, places, strict=True):
-        tip = (
-            f"Budget {size(point.budget_bytes)}: {duration(point.step_ms)}\n"
-            f"{_shortened(point.recompute_policy)}"
-        )
-        yield circle("step", x, y, 3, 'fill="#0072b2"', tip)
+def _strategy(own: ManualResult) -> Point:
+    over = "" if own.fits else ": does not fit"
+    tip = f"{own.name}{over}\n{duration(own.step_ms)}, {size(own.peak_high_bytes)}"
+    kind, name = "manual" if own.fits else "over", own.name.removeprefix("megatron:")
+    hollow = not own.fits
+    return Point(own.peak_high_bytes, own.step_ms, tip, kind, "#9aa4ad", hollow=hollow, name=name)
 
 
-def _strategies(curve: Curve, chart: Chart) -> Iterator[str]:
-    for strategy in named(curve)[::-1]:
-        over = "" if strategy.fits else ": does not fit"
-        tip = (
-            f"{strategy.name}{over}\n{duration(strategy.step_ms)}, {size(strategy.peak_high_bytes)}"
-        )
-        x, y = chart.x(strategy.peak_high_bytes), chart.y(strategy.step_ms)
-        kind, looks = ("manual", _OWN) if strategy.fits else ("over", _OVER)
-        yield circle(kind, x, y, 4, looks, tip)
-    if curve.plan:
-        tip = f"This plan: {duration(curve.plan.step_ms)}, {size(curve.plan.peak_high_bytes)}"
-        x, y = chart.x(curve.plan.peak_high_bytes), chart.y(curve.plan.step_ms)
-        yield circle("ours", x, y, 7, 'fill="#b84a00"', tip)
-
-
-def _shortened(text: str, most: int = 300) -> str:
-    return text if len(text) <= most else text[:most] + " …"
+def _plan(own: CurvePoint) -> Point:
+    tip = f"This plan: {duration(own.step_ms)}, {size(own.peak_high_bytes)}"
+    at = own.peak_high_bytes, own.step_ms
+    return Point(*at, tip, "ours", "#b84a00", 7, name="this plan", colour=INK, strong=True)

@@ -119,16 +119,13 @@ def best_points(
         strategy.peak_high_bytes
         for strategy in unbeaten(strategies)
         if strategy.peak_high_bytes >= even[-1].budget_bytes
-        and strategy.step_ms < _fastest_within(points.values(), strategy.peak_high_bytes)
+        and strategy.step_ms
+        < min(p.step_ms for p in points.values() if p.budget_bytes <= strategy.peak_high_bytes)
     ]
     if faster:
         more = pareto(problem, 1, lambda share: progress(0.8 + 0.2 * share), faster)
         points = {own.budget_bytes: own for own in more} | points
     return tuple(_never_slower(sorted(points.values(), key=lambda point: point.budget_bytes)))
-
-
-def _fastest_within(points: Iterable[CurvePoint], budget_bytes: int) -> float:
-    return min(p.step_ms for p in points if p.budget_bytes <= budget_bytes)
 
 
 def _never_slower(points: Iterable[CurvePoint]) -> list[CurvePoint]:

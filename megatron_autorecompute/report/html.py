@@ -7,26 +7,28 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from megatron_autorecompute.planner.cost.copies import StageCopies
-from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.cost.step_interval import COVERS
-from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.cost.unit_costs import OUTSIDE, PS_PER_MS, Unit
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import ReportData
 from megatron_autorecompute.report.recorded import Difference, RecordedStep
 from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
-from megatron_autorecompute.report.timeline import StageTimeline, UnitCost
-from megatron_autorecompute.report.words import binds, came_from, duration, percent, proof, size
+from megatron_autorecompute.report.timeline import StageTimeline
+from megatron_autorecompute.report.words import (
+    TEMPLATES,
+    binds,
+    came_from,
+    proof,
+    template,
+)
 
-_TEMPLATES = Path(__file__).parent / "templates"
 _PARTS = (  # as plan.js draws them
     ("static", "static_bytes"),
     ("overhead", "overhead_bytes"),
@@ -42,40 +44,30 @@ _PARTS = (  # as plan.js draws them
 def html(data: ReportData) -> str:
     """The whole page."""
     plan = data.plan
-    tight, slow = plan.cost.stages[tightest_stage(plan)], busiest_stage(plan)
-    return _template("plan.html").render(
+    tight = plan.cost.stages[tightest_stage(plan)]
+    return template("plan.html").render(
         data=data,
         plan=plan,
         tight=tight,
-        slow=slow,
-        fits=tight.peak_high_bytes <= plan.budget_bytes[tight.stage],
-        shape=_shape(plan),
-        answer=_answer(plan, tight),
-        lost=_lost(plan),
+        slow=max(plan.cost.stages, key=lambda stage: stage.busy_ms),
+        covers=COVERS,
+        binds=binds(plan),
+        came_from=came_from(plan.profile),
+        setting=best_own_setting(plan),
         stages=list(zip(plan.cost.stages, plan.budget_bytes, plan.layout.stages, strict=True)),
         memory_parts=_PARTS,
         share=lambda part, whole: f"{100 * part / whole:.2f}%",
-        recorded=recorded_tables(data.recorded),
+        largest=_largest,
         strip=strip_svg(plan),
         curve=curve_svg(data.curve),
         proof=proof(plan),
-        evidence=_evidence(plan),
-        residuals=_residuals(plan),
-        records=_records(plan),
+        corrected=any(
+            stage.residual_bytes or stage.residual_ms or stage.uncertainty_bytes
+            for stage in plan.profile.stages
+        ),
         packed=packed(page_data(data)),
-        script=(_TEMPLATES / "plan.js").read_text(encoding="utf-8"),
+        script=(TEMPLATES / "plan.js").read_text(encoding="utf-8"),
     )
-
-
-def _template(name: str) -> Template:
-    pages = Environment(
-        loader=FileSystemLoader(str(_TEMPLATES)),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    pages.filters |= {"size": size, "duration": duration, "percent": percent}
-    return pages.get_template(name)
 
 
 def packed(value: Any) -> str:
@@ -116,12 +108,13 @@ def _stage_data(plan: Plan, stage: StageTimeline) -> dict[str, Any]:
         "moment": cost.peak.moment.partition(", ")[2],
         "chunks": [
             {"ms": (forward, backward - ahead), "ahead": ahead}
-            | {"units": [_unit_data(plan, unit) for unit in units]}
-            for forward, backward, ahead, units in zip(
+            | {"units": [_unit_data(plan, *pair) for pair in zip(units, again, strict=True)]}
+            for forward, backward, ahead, units, again in zip(
                 cost.forward_ms,
                 cost.backward_ms,
                 cost.ahead_ms or (0.0,) * len(stage.units),
                 stage.units,
+                stage.recompute_ps,
                 strict=True,
             )
         ],
@@ -163,15 +156,16 @@ def _copies_data(stage: StageTimeline, copies: StageCopies) -> dict[str, Any]:
     }
 
 
-def _unit_data(plan: Plan, unit: UnitCost) -> dict[str, Any]:
+def _unit_data(plan: Plan, unit: Unit, recompute_ps: int) -> dict[str, Any]:
+    backward_ps = unit.backward_ps - unit.ahead_ps
     return {
         "name": unit.name,
         "choice": plan.recompute_policy[unit.layers[0]] if unit.layers else "",
-        "outside": not unit.is_layer,
+        "outside": unit.name in OUTSIDE,
         "held": unit.held_bytes,
         "transient": [unit.forward_transient_bytes, unit.backward_transient_bytes],
-        "ms": [unit.forward_ms, unit.backward_ms],
-        "recompute": unit.recompute_ms,
+        "ms": [unit.forward_ps / PS_PER_MS, backward_ps / PS_PER_MS],
+        "recompute": recompute_ps / PS_PER_MS,
     }
 
 
@@ -182,136 +176,6 @@ def tightest_stage(plan: Plan) -> int:
         for budget, cost in zip(plan.budget_bytes, plan.cost.stages, strict=True)
     ]
     return room.index(min(room))
-
-
-def busiest_stage(plan: Plan) -> StageCost:
-    """The stage that works longest; the others wait for it."""
-    return max(plan.cost.stages, key=lambda stage: stage.busy_ms)
-
-
-def _shape(plan: Plan) -> str:
-    shape, schedule = plan.profile.parallelism, plan.schedule
-    chunks = f" × {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
-    stages = f"{schedule.num_stages} stage{'s' * (schedule.num_stages > 1)}"
-    sizes = {"tp": shape.tensor_parallel, "cp": shape.context_parallel, "ep": shape.expert_parallel}
-    parts = [
-        f"{plan.profile.num_layers} layers",
-        stages + chunks,
-        f"{schedule.num_microbatches} microbatches",
-        f"micro-batch {shape.micro_batch_size} × {shape.seq_length:,} tokens",
-        *(f"{name} {ranks}" for name, ranks in sizes.items() if ranks > 1),
-        plan.profile.fingerprint.get("device", ""),
-        came_from(plan.profile),
-    ]
-    return " · ".join(filter(None, parts))
-
-
-def _answer(plan: Plan, tight: StageCost) -> str:
-    """After whether it fits: in how much, and the step."""
-    budget, peak = plan.budget_bytes[tight.stage], tight.peak_high_bytes
-    if peak > budget:
-        within = f"stage {tight.stage} needs {size(peak)} of {size(budget)}"
-    elif plan.layout.num_stages == 1:
-        within = f"{size(peak)} of {size(budget)}"
-    else:
-        within = (
-            f"every stage within {_budgets(plan)}; the tightest, stage {tight.stage}, has "
-            f"{size(budget - peak)} left"
-        )
-    step = f"A step takes {duration(plan.cost.step_ms)}{_gain(plan)}.{_interval(plan)}"
-    return f"{within}. {step} {binds(plan)}".rstrip()
-
-
-def _interval(plan: Plan) -> str:
-    found = plan.step_interval
-    if found is None:
-        return ""
-    return f" Interval: {duration(found.low_ms)} to {duration(found.high_ms)}. {COVERS}"
-
-
-def _budgets(plan: Plan) -> str:
-    low, high = min(plan.budget_bytes), max(plan.budget_bytes)
-    return size(low) if low == high else f"its budget ({size(low)} to {size(high)})"
-
-
-def _gain(plan: Plan) -> str:
-    manual = plan.best_manual
-    if manual is None:
-        return "; none of Megatron's own settings fits"
-    name = manual.name.removeprefix("megatron:")
-    gain = 1 - plan.cost.step_ms / manual.step_ms
-    setting = best_own_setting(plan)
-    if gain < 0.0005:
-        return f", as long as with {setting}, {name}"
-    return (
-        f", {percent(gain)} less than with {setting} that fits, {name} ({duration(manual.step_ms)})"
-    )
-
-
-def _lost(plan: Plan) -> dict[str, float]:
-    """Milliseconds of the step by what they are lost to."""
-    cost = plan.cost
-    lost = {"recomputing": cost.recompute_ms, "waiting": cost.bubble_ms}
-    if plan.policy.offloads:
-        lost["waiting for copies"] = cost.stall_ms
-    if plan.policy.is_ahead:
-        lost["less by recompute that begins while stages wait"] = cost.ahead_ms
-    if cost.is_host_bound:
-        lost["waiting for the host to launch kernels"] = cost.launch_ms
-    return lost
-
-
-def _evidence(plan: Plan) -> list[tuple[str, ...]]:
-    return [
-        (
-            str(item.stage),
-            _range(cost.peak_low_bytes, cost.peak_high_bytes),
-            size(item.budget_bytes),
-            item.binding.partition(", ")[2] or item.binding,
-            duration(item.objective_ms),
-            "" if item.bound_ms is None else duration(item.bound_ms),
-            "" if item.gap is None else percent(item.gap),
-        )
-        for item, cost in zip(plan.evidence, plan.cost.stages, strict=True)
-    ]
-
-
-def _range(low: int, high: int) -> str:
-    return size(low) if low == high else f"{size(low)} to {size(high)}"
-
-
-def _residuals(plan: Plan) -> list[tuple[str, ...]]:
-    """What a job measured above the prediction, by stage; empty if nothing."""
-    stages = plan.profile.stages
-    if not any(s.residual_bytes or s.residual_ms or s.uncertainty_bytes for s in stages):
-        return []
-    return [
-        (
-            str(number),
-            size(stage.residual_bytes),
-            size(stage.uncertainty_bytes),
-            f"{stage.residual_ms:+.2f} ms",
-        )
-        for number, stage in enumerate(stages)
-    ]
-
-
-def _records(plan: Plan) -> list[tuple[str, ...]]:
-    """The cost of every choice, from the profile."""
-    return [
-        (
-            kind.name,
-            record.choice,
-            size(record.held_bytes),
-            size(record.forward_transient_bytes),
-            size(record.backward_transient_bytes),
-            duration(record.forward_ms),
-            duration(record.backward_ms),
-            record.source,
-        )
-        for kind in plan.profile.kinds
-        for record in kind.choices
-    ]
 
 
 MOST_ROWS = 8
@@ -331,26 +195,6 @@ def recorded_data(step: RecordedStep | None) -> dict[str, Any] | None:
     }
 
 
-def recorded_tables(step: RecordedStep | None) -> list[dict[str, Any]]:
-    """The tables of the page; none without a recorded step."""
-    if step is None:
-        return []
-    tables = [_table("the step's parts", "At their fullest moments", step.moments)]
-    if step.layers:
-        what = "Allocated in the forward and kept, output included and input not"
-        tables.append(_table("layers", f"{what}; median of the microbatches", step.layers))
-    return tables
-
-
-def _table(what: str, about: str, differences: Sequence[Difference]) -> dict[str, Any]:
+def _largest(differences: Sequence[Difference]) -> list[Difference]:
     shown = [one for one in differences if abs(one.more_bytes) >= LEAST_BYTES]
-    largest = sorted(shown, key=lambda one: -abs(one.more_bytes))[:MOST_ROWS]
-    rest = len(differences) - len(largest)
-    left_out = f"; {rest} with smaller differences, or none, are left out" if rest else ""
-    return {"what": what, "about": about + left_out, "rows": list(map(_row, largest))}
-
-
-def _row(one: Difference) -> tuple[str, ...]:
-    sign = "+" if one.more_bytes >= 0 else "\N{MINUS SIGN}"
-    more = sign + size(abs(one.more_bytes))
-    return one.what, size(one.predicted_bytes), size(one.recorded_bytes), more
+    return sorted(shown, key=lambda one: -abs(one.more_bytes))[:MOST_ROWS]

@@ -6,7 +6,7 @@ as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -95,24 +95,22 @@ def cost_rows(plan: Plan) -> list[list[str | int | float]]:
 
     "in the plan": how many layers of the kind have the choice, groups of several layers included.
     """
-    rows: list[list[str | int | float]] = []
+    rows: list[tuple[str, int, int, ChoiceRecord]] = []
     for kind in plan.profile.kinds:
         chosen = [plan.recompute_policy[layer] for layer in kind.layers]
         for record in kind.choices:
             count = sum(_is_of(kind.inert.get(choice, choice), record) for choice in chosen)
-            rows.append([kind.name, len(kind.layers), record.choice, count, *_figures(record)])
-    for name, record in (("embedding", plan.profile.embedding), ("head", plan.profile.head)):
-        rows.append([name, 1, record.choice, 1, *_figures(record)])
-    return rows
+            rows.append((kind.name, len(kind.layers), count, record))
+    rows += [("embedding", 1, 1, plan.profile.embedding), ("head", 1, 1, plan.profile.head)]
+    return [
+        [name, layers, record.choice, count, *(getattr(record, each) for each in COSTS[4:])]
+        for name, layers, count, record in rows
+    ]
 
 
 def _is_of(choice: str, record: ChoiceRecord) -> bool:
     """Whether a layer's choice is a record's; that of `full` is also of layers in a group."""
     return choice == record.choice or (record.choice == "full" and choice.startswith("full/"))
-
-
-def _figures(record: ChoiceRecord) -> Iterator[str | int | float]:
-    yield from (getattr(record, name) for name in COSTS[4:])
 
 
 def costs_markdown(plan: Plan) -> str:

@@ -13,7 +13,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.planner.cost.layout import Chunk
-from megatron_autorecompute.planner.cost.unit_costs import CostTable
+from megatron_autorecompute.planner.cost.unit_costs import CostTable, Unit
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.snapshot import Frames, History, read_history
 from megatron_autorecompute.report.timeline import (
     StageTimeline,
     Timeline,
-    UnitCost,
     timeline,
 )
 
@@ -37,6 +36,8 @@ OPTIMIZER_SHARE = 0.012
 """Width of the optimizer step in the page's chart, as a share of the step."""
 BACKWARD_CALLS = {"backward", "backward_step", "_engine_run_backward"}
 LAYER_FILE = "transformer_layer.py"
+OPTIMIZERS = {"optim", "optimizer", "optimizers"}
+"""Folders of torch's, Megatron's, Apex's and Transformer Engine's optimizers."""
 NO_STACKS = "no allocation has a stack with Megatron's forward_step"
 
 
@@ -132,7 +133,7 @@ def _stage_of_rank(plan: Plan, rank: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Allocations of one kind in a row, and the frees between them."""
+    """Allocations of one kind in a row, and the frees between them: a piece of a step."""
 
     kind: str
     """`forward`, `backward` or `optimizer`."""
@@ -140,15 +141,10 @@ class _Run:
     """The history's first event."""
     end: int
     """The event after the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A run, and the planned events that it is."""
-
-    run: _Run
-    first: int
-    last: int
+    first: int = 0
+    """The first of the planned events that it is."""
+    last: int = 0
+    """The last of them."""
 
 
 class _Stacks:
@@ -156,15 +152,17 @@ class _Stacks:
 
     def __init__(self, history: History) -> None:
         found = {id(frames): frames for frames in history.frames}
-        kinds = {one: _kind(frames) for one, frames in found.items()}
-        places = {
-            one: _place_in_layer(frames) if kinds[one] == "forward" else ()
+        said = {
+            one: (
+                _kind(frames),
+                tuple(f.line for f in frames[::-1] if f.filename.endswith(LAYER_FILE)),
+            )
             for one, frames in found.items()
         }
-        self.kinds = [kinds[id(frames)] for frames in history.frames]
+        self.kinds = [said[id(frames)][0] for frames in history.frames]
         """What each event belongs to; meaningless for frees."""
-        self.places = [places[id(frames)] for frames in history.frames]
-        """The place of each event in a layer's forward, from `_place_in_layer`."""
+        self.places = [said[id(frames)][1] for frames in history.frames]
+        """The lines of Megatron's layer on each stack, outermost first; empty outside of one."""
 
 
 def _kind(frames: Frames) -> str:
@@ -176,12 +174,8 @@ def _kind(frames: Frames) -> str:
         return "backward"
     if "forward_step" in names:
         return "forward"
-    return "optimizer" if any(_is_optimizers(frame.filename) for frame in frames) else ""
-
-
-def _is_optimizers(filename: str) -> bool:
-    """Whether a file is in torch's, Megatron's, Apex's or Transformer Engine's folder for them."""
-    return filename.split("/")[-2:-1] in (["optim"], ["optimizer"], ["optimizers"])
+    folders = {folder for frame in frames for folder in frame.filename.split("/")[-2:-1]}
+    return "" if folders.isdisjoint(OPTIMIZERS) else "optimizer"
 
 
 def _runs(history: History, stacks: _Stacks) -> list[_Run]:
@@ -203,7 +197,7 @@ def _planned_runs(stage: StageTimeline) -> list[tuple[str, int, int]]:
     return found
 
 
-def _pieces(runs: Sequence[_Run], stage: StageTimeline) -> tuple[list[_Piece], _Run | None] | None:
+def _pieces(runs: Sequence[_Run], stage: StageTimeline) -> tuple[list[_Run], _Run | None] | None:
     """The last whole step: its forwards and backwards as planned, and its optimizer if recorded."""
     planned = _planned_runs(stage)
     found = []
@@ -214,7 +208,8 @@ def _pieces(runs: Sequence[_Run], stage: StageTimeline) -> tuple[list[_Piece], _
             continue
         after = runs[at + len(planned)] if at + len(planned) < len(runs) else None
         if after is None or after.kind == "optimizer":
-            pieces = [_Piece(r, *p[1:]) for r, p in zip(own, planned, strict=True)]
+            pairs = zip(own, planned, strict=True)
+            pieces = [replace(run, first=first, last=last) for run, (_, first, last) in pairs]
             found.append((pieces, after))
     whole = [step for step in found if step[1] is not None] or found
     return whole[-1] if whole else None
@@ -232,7 +227,7 @@ def _by_stacks(plan: Plan, step: Timeline, history: History, number: int) -> Rec
         return None
     pieces, optimizer = found
     marks = _marks(history, stage, pieces)
-    end = pieces[-1].run.end
+    end = pieces[-1].end
     if optimizer is not None:
         end = optimizer.end
         times = history.time_us[[optimizer.begin, end - 1]]
@@ -243,7 +238,7 @@ def _by_stacks(plan: Plan, step: Timeline, history: History, number: int) -> Rec
         history.source,
         "The last whole step of the history, found by Megatron's calls in the stacks of "
         "allocations; each forward and backward is drawn where the plan has it.",
-        *_curve(history, pieces[0].run.begin, end, marks),
+        *_curve(history, pieces[0].begin, end, marks),
         tuple(_moments(history, stage, pieces, optimizer)),
         layers,
         why,
@@ -251,13 +246,13 @@ def _by_stacks(plan: Plan, step: Timeline, history: History, number: int) -> Rec
 
 
 def _marks(
-    history: History, stage: StageTimeline, pieces: Sequence[_Piece]
+    history: History, stage: StageTimeline, pieces: Sequence[_Run]
 ) -> list[tuple[int, float]]:
     """Recorded times (µs) and the planned ones (ms) that they are drawn at."""
     marks = []
     for piece in pieces:
-        marks.append((history.time_us[piece.run.begin], stage.start_ms[piece.first]))
-        marks.append((history.time_us[piece.run.end - 1], stage.end_ms[piece.last]))
+        marks.append((history.time_us[piece.begin], stage.start_ms[piece.first]))
+        marks.append((history.time_us[piece.end - 1], stage.end_ms[piece.last]))
     return marks
 
 
@@ -277,11 +272,11 @@ def _curve(
 
 
 def _moments(
-    history: History, stage: StageTimeline, pieces: Sequence[_Piece], optimizer: _Run | None
+    history: History, stage: StageTimeline, pieces: Sequence[_Run], optimizer: _Run | None
 ) -> Iterator[Difference]:
     level, peaks = history.level_bytes, stage.peak_bytes
     for piece in pieces:
-        recorded = int(level[piece.run.begin : piece.run.end].max())
+        recorded = int(level[piece.begin : piece.end].max())
         predicted = int(peaks[piece.first : piece.last + 1].max())
         yield Difference(_piece_name(stage, piece), predicted, recorded)
     if optimizer is not None:
@@ -290,13 +285,13 @@ def _moments(
         yield Difference("optimizer step", predicted, recorded)
 
 
-def _piece_name(stage: StageTimeline, piece: _Piece) -> str:
+def _piece_name(stage: StageTimeline, piece: _Run) -> str:
     events = range(piece.first, piece.last + 1)
     of = [str(stage.microbatch[e]) for e in events]
     if len(stage.units) > 1:
         of = [f"{name} of chunk {stage.chunk[e]}" for name, e in zip(of, events, strict=True)]
     what = f"microbatch {of[0]}" if len(of) == 1 else f"microbatches {of[0]} to {of[-1]}"
-    return f"{piece.run.kind} of {what}"
+    return f"{piece.kind} of {what}"
 
 
 # --- by layer -------------------------------------------------------------------------------------
@@ -307,7 +302,7 @@ def _layers(
     history: History,
     stacks: _Stacks,
     stage: StageTimeline,
-    pieces: Sequence[_Piece],
+    pieces: Sequence[_Run],
 ) -> tuple[tuple[Difference, ...], str]:
     """Differences by unit, or why there are none.
 
@@ -315,11 +310,11 @@ def _layers(
     if that gives other numbers of layers than the plan has, nothing is said by layer.
     """
     chunks = plan.layout.stages[stage.stage]
-    kept: dict[tuple[int, int], list[int]] = {}
+    kept: dict[tuple[int, int], int] = {}
     for piece in pieces:
-        if piece.run.kind == "backward":
+        if piece.kind == "backward":
             continue
-        starts = _layer_starts(stacks, piece.run)
+        starts = _layer_starts(stacks, piece)
         events = range(piece.first, piece.last + 1)
         expected = [(e, layer) for e in events for layer in chunks[stage.chunk[e]].layers]
         if len(starts) != len(expected):
@@ -327,8 +322,7 @@ def _layers(
                 f"The stacks of the {_piece_name(stage, piece)} show {len(starts)} layers where "
                 f"the plan has {len(expected)}, so bytes are not shown by layer."
             )
-        for (event, layer), bytes_kept in _kept(history, stacks, piece.run, starts, expected):
-            kept.setdefault((event, layer), []).append(bytes_kept)
+        kept |= dict(_kept(history, stacks, piece, starts, expected))
     return tuple(_by_unit(plan, stage, kept)), ""
 
 
@@ -343,11 +337,6 @@ def _layer_starts(stacks: _Stacks, run: _Run) -> list[int]:
                 starts.append(event)
             before = place
     return starts
-
-
-def _place_in_layer(frames: Frames) -> tuple[int, ...]:
-    """The lines of Megatron's layer on a forward's stack, outermost first; empty outside of one."""
-    return tuple(f.line for f in reversed(frames) if f.filename.endswith(LAYER_FILE))
 
 
 def _kept(
@@ -368,7 +357,7 @@ def _kept(
 
 
 def _by_unit(
-    plan: Plan, stage: StageTimeline, kept: dict[tuple[int, int], list[int]]
+    plan: Plan, stage: StageTimeline, kept: dict[tuple[int, int], int]
 ) -> Iterator[Difference]:
     """The median over microbatches of every unit with layers, beside what is planned."""
     for number, chunk in enumerate(plan.layout.stages[stage.stage]):
@@ -376,11 +365,11 @@ def _by_unit(
         units = [unit for unit in stage.units[number] if unit.layers]
         predicted = _made_and_kept(plan, chunk, units)
         for unit, planned_bytes in zip(units, predicted, strict=True):
-            sums = [sum(sum(kept[e, layer]) for layer in unit.layers) for e in events]
+            sums = [sum(kept[e, layer] for layer in unit.layers) for e in events]
             yield Difference(unit.name, planned_bytes, int(statistics.median(sums)))
 
 
-def _made_and_kept(plan: Plan, chunk: Chunk, units: Sequence[UnitCost]) -> list[int]:
+def _made_and_kept(plan: Plan, chunk: Chunk, units: Sequence[Unit]) -> list[int]:
     """What each unit holds, with its output where that is held instead of its input.
 
     A unit allocates its output and not its input; held bytes count the input.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.padding import Padding
@@ -20,6 +21,8 @@ class Column:
 
     header: str
     """The header's text, which may have several lines."""
+    text: Callable[[Any], str]
+    """The text of a row's item."""
     name: str = ""
     """The header in one line, for blocks; default: the header's lines, joined by blanks."""
     left: bool = False
@@ -35,65 +38,60 @@ class Column:
         return self.name or " ".join(self.header.split())
 
 
+Shown = tuple[Column, Sequence[str]]
+"""A column and its texts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A table of texts."""
+    """A table with a row for each item."""
 
     columns: Sequence[Column]
-    cells: Sequence[Sequence[str]]
-    """One text per column and row."""
+    items: Iterable[Any]
     gap: int = 2
     """Blanks between two columns."""
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        shown = [
-            number
-            for number, column in enumerate(self.columns)
-            if not column.optional or any(row[number] for row in self.cells)
-        ]
-        cells = [[row[number] for number in shown] for row in self.cells]
-        own = replace(self, columns=[self.columns[number] for number in shown], cells=cells)
-        if own.least_width() <= options.max_width:
-            yield own._table()
+        items = list(self.items)
+        texts = [(column, [column.text(item) for item in items]) for column in self.columns]
+        shown = [(column, own) for column, own in texts if not column.optional or any(own)]
+        widths = [_width(*pair) for pair in shown]
+        if sum(widths) + self.gap * (len(widths) - 1) <= options.max_width:
+            yield self._table(shown)
         else:
-            yield from own._blocks()
+            yield from _blocks(shown)
 
-    def least_width(self) -> int:
-        """Columns of a terminal that the table needs."""
-        widths = [self._width(number) for number in range(len(self.columns))]
-        return sum(widths) + self.gap * (len(widths) - 1)
-
-    def _width(self, number: int) -> int:
-        column = self.columns[number]
-        texts = [column.header, *(row[number] for row in self.cells)]
-        longest = max(len(line) for text in texts for line in text.split("\n"))
-        return min(longest, LEAST_FOLDED) if column.folded else longest
-
-    def _table(self) -> Table:
+    def _table(self, shown: Sequence[Shown]) -> Table:
         left = self.gap // 2
         table = Table(box=None, pad_edge=False, padding=(0, self.gap - left, 0, left))
-        for column in self.columns:
+        for column, _ in shown:
             table.add_column(
                 column.header,
                 justify="left" if column.left or column.folded else "right",
                 no_wrap=not column.folded,
                 overflow="fold",
             )
-        for row in self.cells:
+        for row in zip(*(texts for _, texts in shown), strict=True):
             table.add_row(*map(Text, row))  # brackets are no markup
         return table
 
-    def _blocks(self) -> Iterator[RenderableType]:
-        first, *others = self.columns
-        for row in self.cells:
-            yield Text(f"{first.spoken} {row[0]}")
-            folded = [text for column, text in zip(others, row[1:], strict=True) if column.folded]
-            yield from (Padding(Text(text, overflow="fold"), (0, 0, 0, 2)) for text in folded)
-            said = [
-                f"{column.spoken} {' '.join(text.split())}"
-                for column, text in zip(others, row[1:], strict=True)
-                if not column.folded and text
-            ]
-            yield Padding(Text(", ".join(part.strip() for part in said)), (0, 0, 0, 2))
+
+def _width(column: Column, texts: Sequence[str]) -> int:
+    longest = max(len(line) for text in (column.header, *texts) for line in text.split("\n"))
+    return min(longest, LEAST_FOLDED) if column.folded else longest
+
+
+def _blocks(shown: Sequence[Shown]) -> Iterator[RenderableType]:
+    first, *others = (column for column, _ in shown)
+    for row in zip(*(texts for _, texts in shown), strict=True):
+        yield Text(f"{first.spoken} {row[0]}")
+        folded = [text for column, text in zip(others, row[1:], strict=True) if column.folded]
+        yield from (Padding(Text(text, overflow="fold"), (0, 0, 0, 2)) for text in folded)
+        said = [
+            f"{column.spoken} {' '.join(text.split())}"
+            for column, text in zip(others, row[1:], strict=True)
+            if not column.folded and text
+        ]
+        yield Padding(Text(", ".join(part.strip() for part in said)), (0, 0, 0, 2))

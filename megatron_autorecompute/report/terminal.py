@@ -6,7 +6,7 @@ import shlex
 import string
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
 from rich.console import Group, RenderableType
@@ -33,27 +33,16 @@ CURVE_ROWS, MEGATRON_ROWS = 8, 4
 SHORT_CHOICES = 3
 """Most choices that a shortened policy names."""
 Item = TypeVar("Item")
-MEASURED_COLUMNS = (
-    Column("rank/\nstage", "rank/stage"),
-    Column("forward:\nlayers"),
-    Column("forward-\ncompute", "forward-compute"),
-    Column("backward:\nlayers"),
-    Column("backward-\ncompute", "backward-compute"),
-    Column("\noptimizer"),
-    Column("peak:\nlayers"),
-    Column("max\nallocated"),
-    Column("max\nreserved"),
+PEAK_PARTS = (
+    ("static", "static_bytes", ""),
+    ("in\nflight", "in_flight_bytes", ""),
+    ("running", "running_bytes", ""),
+    ("tran-\nsient", "transient_bytes", "transient"),
+    ("emb+\nhead", "embedding_head_bytes", "embedding and head"),
+    ("over-\nhead", "overhead_bytes", "overhead"),
+    ("CUDA\ngraphs", "graph_bytes", "more by CUDA graphs"),
 )
-PEAK_COLUMNS = (
-    Column("stage"),
-    Column("static"),
-    Column("in\nflight"),
-    Column("running"),
-    Column("tran-\nsient", "transient"),
-    Column("emb+\nhead", "embedding and head"),
-    Column("over-\nhead", "overhead"),
-    Column("CUDA\ngraphs", name="more by CUDA graphs", optional=True),
-)
+"""Columns of a peak: header, the part of `Breakdown`, and the name in one line."""
 
 
 def best_own_setting(plan: Plan) -> str:
@@ -88,10 +77,8 @@ def _chunk_strip(policy: RecomputePolicy, chunk: Chunk, symbols: dict[LayerPolic
     parts = ["E" * chunk.embedding]
     for run in policy.chunk_runs(chunk.layers):
         group = run.policy.group
-        whole = symbols[run.policy] * run.count
-        parts.append(
-            whole if group == 1 else f"({symbols[run.policy] * group})" * (run.count // group)
-        )
+        one = symbols[run.policy] * group
+        parts.append((one if group == 1 else f"({one})") * (run.count // group))
     return "".join([*parts, "L" * chunk.head])
 
 
@@ -123,44 +110,39 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
             "beside this plan."
         )
         return
-    ranks = shown_ranks(step)
-    unit = unit_for(own.peak_bytes for own in sums)
+    ranks = _shown_ranks(step)
+    unit, times = unit_for(own.peak.bytes for own in sums), step.num_microbatches
     yield Text(
         f"\nMeasured in iteration {step.iteration} under {step.recompute_policy}: the sum of its "
-        f"layers beside Megatron's timers (all {step.num_microbatches} microbatches, ms) and "
+        f"layers beside Megatron's timers (all {times} microbatches, ms) and "
         f"torch's memory statistics ({unit.name}):"
     )
-    cells = [_measured_cells(rank, sums[rank.stage], unit) for rank in ranks]
-    yield Rows(MEASURED_COLUMNS, cells, gap=1)
+    columns = (
+        Column("rank/\nstage", lambda rank: f"{rank.rank}/{rank.stage}", "rank/stage"),
+        Column("forward:\nlayers", lambda rank: _ms(sum(sums[rank.stage].forward_ms) * times)),
+        Column("forward-\ncompute", lambda rank: _ms(rank.forward_compute_ms), "forward-compute"),
+        Column("backward:\nlayers", lambda rank: _ms(sum(sums[rank.stage].backward_ms) * times)),
+        Column(
+            "backward-\ncompute", lambda rank: _ms(rank.backward_compute_ms), "backward-compute"
+        ),
+        Column("\noptimizer", lambda rank: _ms(rank.optimizer_ms)),
+        Column("peak:\nlayers", lambda rank: _or_not(sums[rank.stage].peak.bytes, unit)),
+        Column("max\nallocated", lambda rank: _or_not(rank.max_memory_allocated_bytes, unit)),
+        Column("max\nreserved", lambda rank: _or_not(rank.max_memory_reserved_bytes, unit)),
+    )
+    yield Rows(columns, ranks, gap=1)
     if len(ranks) < len(step.ranks):
         yield Text(
             f"Of {len(step.ranks)} ranks, each stage's slowest is shown. The plan file has all."
         )
 
 
-def _measured_cells(rank: RankStep, own: LayerSums, unit: Unit) -> tuple[str, ...]:
-    return (
-        f"{rank.rank}/{rank.stage}",
-        _ms(own.forward_ms),
-        _ms(rank.forward_compute_ms),
-        _ms(own.backward_ms),
-        _ms(rank.backward_compute_ms),
-        _ms(rank.optimizer_ms),
-        _or_not(own.peak_bytes, unit),
-        _or_not(rank.max_memory_allocated_bytes, unit),
-        _or_not(rank.max_memory_reserved_bytes, unit),
-    )
-
-
-def shown_ranks(step: MeasuredStep) -> list[RankStep]:
+def _shown_ranks(step: MeasuredStep) -> list[RankStep]:
     """All ranks of a small job, else the rank of each stage that computed longest."""
     if len(step.ranks) <= MOST_RANKS:
         return list(step.ranks)
-    longest: dict[int, RankStep] = {}
-    for rank in step.ranks:
-        known = longest.get(rank.stage)
-        if known is None or _compute_ms(rank) > _compute_ms(known):
-            longest[rank.stage] = rank
+    slowest_first = sorted(step.ranks, key=_compute_ms, reverse=True)
+    longest = {rank.stage: rank for rank in reversed(slowest_first)}
     return [longest[stage] for stage in sorted(longest)]
 
 
@@ -215,31 +197,19 @@ def stages_view(plan: Plan, measured_bytes: Sequence[int] | None = None) -> Rend
     """One row per stage, with its measured peak if there is one, and what the letters mean."""
     unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
     columns = (
-        Column("stage"),
-        Column("policy", folded=True),
-        Column(f"peak {unit.name}"),
-        Column("measured", optional=True),
-        Column("budget"),
-        Column("recompute ms"),
+        Column("stage", lambda cost: str(cost.stage)),
+        Column("policy", lambda cost: strip(policy, plan.layout.stages[cost.stage]), folded=True),
+        Column(f"peak {unit.name}", lambda cost: unit.text(cost.peak_high_bytes)),
+        Column(
+            "measured",
+            lambda cost: "" if measured_bytes is None else unit.text(measured_bytes[cost.stage]),
+            optional=True,
+        ),
+        Column("budget", lambda cost: unit.text(plan.budget_bytes[cost.stage])),
+        Column("recompute ms", lambda cost: f"{cost.recompute_ms:.1f}"),
     )
     policy = plan.policy
-    rows = Rows(
-        columns,
-        [
-            (
-                str(stage),
-                strip(policy, chunks),
-                unit.text(cost.peak_high_bytes),
-                "" if measured_bytes is None else unit.text(measured_bytes[stage]),
-                unit.text(plan.budget_bytes[stage]),
-                f"{cost.recompute_ms:.1f}",
-            )
-            for stage, (chunks, cost) in enumerate(
-                zip(plan.layout.stages, plan.cost.stages, strict=True)
-            )
-        ],
-    )
-    return Group(rows, _legend(policy))
+    return Group(Rows(columns, plan.cost.stages), _legend(policy))
 
 
 def _legend(policy: RecomputePolicy) -> Text:
@@ -320,9 +290,16 @@ def stages_explained(plan: Plan) -> RenderableType:
     """The binding moment of each stage, and the parts of its peak."""
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
     graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
-    columns = (*PEAK_COLUMNS, Column(f"peak\n{unit.name}"))
-    rows = [_parts(cost, unit, graphs) for cost in plan.cost.stages]
-    parts: list[RenderableType] = [Rows(columns, rows)]
+
+    def of_peak(header: str, part: str, name: str = "") -> Column:
+        return Column(header, lambda cost: unit.text(getattr(cost.peak.breakdown, part)), name)
+
+    columns = (
+        Column("stage", lambda cost: str(cost.stage)),
+        *(of_peak(*each) for each in PEAK_PARTS[: None if graphs else -1]),
+        of_peak(f"peak\n{unit.name}", "total_bytes"),
+    )
+    parts: list[RenderableType] = [Rows(columns, plan.cost.stages)]
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
             Text(
@@ -351,49 +328,27 @@ def _range(cost: StageCost, unit: Unit) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _parts(cost: StageCost, unit: Unit, graphs: bool) -> tuple[str, ...]:
-    """The stage, the parts of its peak, and the peak, in the order of the columns."""
-    split = cost.peak.breakdown
-    return (
-        str(cost.stage),
-        unit.text(split.static_bytes),
-        unit.text(split.in_flight_bytes),
-        unit.text(split.running_bytes),
-        unit.text(split.transient_bytes),
-        unit.text(split.embedding_head_bytes),
-        unit.text(split.overhead_bytes),
-        unit.text(split.graph_bytes) if graphs else "",
-        unit.text(split.total_bytes),
-    )
-
-
 def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> RenderableType:
     """One row per other choice of a layer."""
     stage = plan.layout.stage_of(layer)
     unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
     columns = (
-        Column("instead", folded=True),
-        Column("step ms"),
-        Column("stage ms"),
-        Column(f"peak {unit.name}"),
-        Column("fits"),
-        Column("tie", name="neither step is surely the shorter one", optional=True),
+        Column("instead", lambda other: other.choice, folded=True),
+        Column("step ms", lambda other: f"{other.step_ms:+.3f}"),
+        Column("stage ms", lambda other: f"{other.stage_busy_ms:+.3f}"),
+        Column(f"peak {unit.name}", lambda other: unit.change(other.peak_bytes)),
+        Column("fits", lambda other: "yes" if other.fits else "no"),
+        Column(
+            "tie",
+            lambda other: "=" * other.tie,
+            "neither step is surely the shorter one",
+            optional=True,
+        ),
     )
-    cells = [
-        (
-            other.choice,
-            f"{other.step_ms:+.3f}",
-            f"{other.stage_busy_ms:+.3f}",
-            unit.change(other.peak_bytes),
-            "yes" if other.fits else "no",
-            "=" * other.tie,
-        )
-        for other in found
-    ]
     chosen = plan.policy.layers[layer]
     title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
     bound = f"The stage is bound by {plan.evidence[stage].binding}."
-    return Group(Text(title), Rows(columns, cells), Text(bound))
+    return Group(Text(title), Rows(columns, found), Text(bound))
 
 
 def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> RenderableType:
@@ -407,29 +362,21 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
     ours = evenly(points, CURVE_ROWS)
     theirs = evenly(unbeaten(strategies), MEGATRON_ROWS)
     rows = [
-        (
-            point.peak_high_bytes,
-            (unit.text(point.budget_bytes), f"{point.step_ms:.1f}"),
-            shortened(point.recompute_policy),
-        )
-        for point in ours
-    ] + [(each.peak_high_bytes, ("-", f"{each.step_ms:.1f}"), each.name) for each in theirs]
-    rows.sort(key=lambda row: -row[0])
+        (p.peak_high_bytes, unit.text(p.budget_bytes), p.step_ms, shortened(p.recompute_policy))
+        for p in ours
+    ] + [(each.peak_high_bytes, "-", each.step_ms, each.name) for each in theirs]
     columns = (
-        Column(f"budget {unit.name}"),
-        Column("step ms"),
-        Column(f"peak {unit.name}"),
-        Column("layers by choice", folded=True),
+        Column(f"budget {unit.name}", lambda row: row[1]),
+        Column("step ms", lambda row: f"{row[2]:.1f}"),
+        Column(f"peak {unit.name}", lambda row: unit.text(row[0])),
+        Column("layers by choice", lambda row: row[3], folded=True),
     )
     left_out = (
         f"{len(ours)} of {len(points)} budgets, {len(theirs)} of {len(strategies)} settings of "
         "Megatron's own; --json and --csv print all, with whole policies. plan may find a shorter "
         "step at a budget."
     )
-    return Group(
-        Rows(columns, [(*figures, unit.text(peak), text) for peak, figures, text in rows]),
-        Text(left_out),
-    )
+    return Group(Rows(columns, sorted(rows, key=lambda row: -row[0])), Text(left_out))
 
 
 def unbeaten(strategies: Iterable[ManualResult]) -> list[ManualResult]:
@@ -462,24 +409,11 @@ def shortened(policy: str) -> str:
     return ", ".join(words)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSums:
-    """One stage of a step, added up from the records of its layers, embedding and head.
+def sums_of_layers(plan: Plan) -> tuple[StageCost, ...] | None:
+    """What the records of each stage's layers, embedding and head add up to, under the policy that
+    ran in the profile's `measured_step`, for one microbatch.
 
-    The stage's residuals are left out: they are what a measured step showed above these sums.
-    """
-
-    forward_ms: float
-    """All microbatches and chunks."""
-    backward_ms: float
-    """The backward's time, recompute included."""
-    peak_bytes: int
-    """Static bytes included."""
-
-
-def sums_of_layers(plan: Plan) -> tuple[LayerSums, ...] | None:
-    """The sums of every stage in the profile's `measured_step`, under the policy that ran in it.
-
+    The stages' residuals are left out: they are what the measured step showed above these sums.
     None if there is no such step, or if a stage of the plan has other layers than in that step.
     """
     profile, layout, step = plan.profile, plan.layout, plan.profile.measured_step
@@ -487,18 +421,10 @@ def sums_of_layers(plan: Plan) -> tuple[LayerSums, ...] | None:
     if step is None or not all(stage_base(profile, layout, stage).measured for stage in stages):
         return None
     bare = tuple(replace(record, residual_bytes=0, residual_ms=0.0) for record in profile.stages)
-    cost = evaluate(
+    return evaluate(
         replace(profile, stages=bare),
         layout,
         replace(plan.schedule, num_microbatches=step.num_microbatches),
         RecomputePolicy.parse(step.recompute_policy, num_layers=profile.num_layers),
         percentile=plan.imbalance_percentile,
-    )
-    return tuple(
-        LayerSums(
-            sum(stage.forward_ms) * step.num_microbatches,
-            sum(stage.backward_ms) * step.num_microbatches,
-            stage.peak.bytes,
-        )
-        for stage in cost.stages
-    )
+    ).stages

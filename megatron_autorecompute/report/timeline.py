@@ -6,7 +6,7 @@ not records: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.copies import OffloadedStep, StageCopies
-from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment as PlannedMoment
 from megatron_autorecompute.planner.cost.peak_memory import (
     Breakdown,
@@ -46,34 +45,6 @@ MOST_EVENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
-class UnitCost:
-    """Costs of one unit: a layer, a checkpoint around several, the embedding, or the head."""
-
-    name: str
-    """`layer 7`, `layers 4-7`, `embedding`, `head`, `boundary`."""
-    layers: tuple[int, ...]
-    """Global layer indices; empty for embedding and head."""
-    held_bytes: int
-    """Bytes held from its forward to its backward."""
-    forward_transient_bytes: int
-    """Bytes on top of held_bytes while its forward runs."""
-    backward_transient_bytes: int
-    """Bytes on top of held_bytes while its backward runs, with the gradient of the chunk's output
-    if that is kept."""
-    forward_ms: float
-    """Time of the forward of one microbatch."""
-    backward_ms: float
-    """Time of the backward of one microbatch, with recompute that did not begin early."""
-    recompute_ms: float
-    """The part of backward_ms that recompute adds."""
-
-    @property
-    def is_layer(self) -> bool:
-        """Whether the bytes are a layer's rather than the embedding's or the head's."""
-        return self.name not in OUTSIDE
-
-
-@dataclass(frozen=True, slots=True)
 class Moment:
     """One unit of one event."""
 
@@ -91,8 +62,11 @@ class StageTimeline:
     """The stage's number."""
     budget_bytes: int
     """Bytes that torch may allocate."""
-    units: tuple[tuple[UnitCost, ...], ...]
-    """The units of every chunk, in the order in which their forwards run."""
+    units: tuple[tuple[Unit, ...], ...]
+    """The units of every chunk, in the order in which their forwards run. Their backward transient
+    contains the gradient of the chunk's output if that is kept."""
+    recompute_ps: tuple[tuple[int, ...], ...]
+    """The part of each unit's backward that recompute adds, without what begins early."""
     backward: NDArray[np.bool_]
     """Whether the event is a backward."""
     chunk: Numbers
@@ -126,35 +100,30 @@ class StageTimeline:
     copy_bytes: tuple[Bytes, ...] = ()
     """For each event: the most bytes that copies add to those of records while each unit runs."""
 
-    def bytes_at(self, event: int, unit: int) -> Breakdown:
-        """The most bytes alive while a unit of an event runs."""
-        units = self.units[self.chunk[event]]
-        begun, running = units[: unit + 1], units[unit]
-        transients = running.forward_transient_bytes, running.backward_transient_bytes
-        outside = sum(u.held_bytes for u in begun if not u.is_layer)
+    def bytes_at(self, event: int, unit: int | None) -> Breakdown:
+        """The most bytes alive while a unit of an event runs; None: while the stage waits after
+        the event."""
+        units, backward = self.units[self.chunk[event]], bool(self.backward[event])
+        waits, copied, transient = unit is None, 0, 0
+        begun = () if waits and backward else units
+        if unit is not None:
+            begun, running = units[: unit + 1], units[unit]
+            transient = (running.forward_transient_bytes, running.backward_transient_bytes)[
+                backward
+            ]
+        if self.copies is not None:
+            copied = self.copies.after(event) if unit is None else int(self.copy_bytes[event][unit])
+        layers = sum(u.held_bytes for u in begun if u.name not in OUTSIDE)
         return Breakdown(
             static_bytes=self.static_bytes,
-            in_flight_bytes=int(self.in_flight_bytes[event]),
-            running_bytes=sum(u.held_bytes for u in begun if u.is_layer),
-            transient_bytes=transients[int(self.backward[event])],
-            embedding_head_bytes=int(self.outside_bytes[event]) + outside,
+            in_flight_bytes=int(self.in_flight_bytes[event]) + layers * waits,
+            running_bytes=layers * (not waits),
+            transient_bytes=transient,
+            embedding_head_bytes=int(self.outside_bytes[event])
+            + sum(u.held_bytes for u in begun)
+            - layers,
             overhead_bytes=int(self.overhead_bytes[event]),
-            copy_bytes=0 if self.copies is None else int(self.copy_bytes[event][unit]),
-        )
-
-    def bytes_after(self, event: int) -> Breakdown:
-        """Bytes alive while the stage waits after an event."""
-        units = () if self.backward[event] else self.units[self.chunk[event]]
-        layers = sum(u.held_bytes for u in units if u.is_layer)
-        outside = sum(u.held_bytes for u in units if not u.is_layer)
-        return Breakdown(
-            static_bytes=self.static_bytes,
-            in_flight_bytes=int(self.in_flight_bytes[event]) + layers,
-            running_bytes=0,
-            transient_bytes=0,
-            embedding_head_bytes=int(self.outside_bytes[event]) + outside,
-            overhead_bytes=int(self.overhead_bytes[event]),
-            copy_bytes=0 if self.copies is None else self.copies.after(event),
+            copy_bytes=copied,
         )
 
 
@@ -195,16 +164,14 @@ def timeline(plan: Plan) -> Timeline:
 def _with_copies(plan: Plan, stage: int, step: OffloadedStep) -> StageTimeline:
     copies = step.stages[stage]
     spans = np.array([(one.begin_ps, one.end_ps) for one in copies.ran]) / PS_PER_MS
-    moments = every_moment(plan.profile, plan.schedule, stage)
-    copy_bytes = tuple(_copy_bytes(copies, *pair) for pair in enumerate(moments))
+    copy_bytes = tuple(
+        np.full(len(copies.chunks[moment.chunk].units), copies.during(event))
+        if moment.beside is not None
+        else copies.by_unit(event, moment.chunk, backward=moment.direction == "backward")
+        for event, moment in enumerate(every_moment(plan.profile, plan.schedule, stage))
+    )
     found = _stage(plan, stage, spans[:, 1], copy_bytes)
     return replace(found, start_ms=spans[:, 0], copies=copies)
-
-
-def _copy_bytes(copies: StageCopies, event: int, moment: PlannedMoment) -> Bytes:
-    if moment.beside is not None:
-        return np.full(len(copies.chunks[moment.chunk].units), copies.during(event))
-    return copies.by_unit(event, moment.chunk, backward=moment.direction == "backward")
 
 
 def _stage(
@@ -243,7 +210,8 @@ def _stage(
     return StageTimeline(
         stage=stage,
         budget_bytes=plan.budget_bytes[stage],
-        units=tuple(_units(table, column, base) for column in columns),
+        units=tuple(tuple(_in_place(column, base)) for column in columns),
+        recompute_ps=tuple(tuple(_recompute_ps(table, column)) for column in columns),
         backward=backward,
         chunk=chunk,
         microbatch=np.array([e.microbatch for e in plan.schedule.events(stage)], np.intp),
@@ -280,27 +248,18 @@ def _beside(
     return np.array(found, np.int64)
 
 
-def _units(table: CostTable, columns: ChunkColumns, base: StageBase) -> tuple[UnitCost, ...]:
-    transients = [
-        columns.transient_bytes(direction, base.boundary_bytes).tolist()
-        for direction in ("forward", "backward")
-    ]
-    return tuple(
-        UnitCost(
-            unit.name,
-            unit.layers,
-            unit.held_bytes,
-            forward,
-            backward,
-            unit.forward_ps / PS_PER_MS,
-            (unit.backward_ps - unit.ahead_ps) / PS_PER_MS,
-            (_recompute_ps(table, columns.chunk, unit) - unit.ahead_ps) / PS_PER_MS,
+def _in_place(columns: ChunkColumns, base: StageBase) -> Iterator[Unit]:
+    """The units of a chunk with the transients that they have at their place."""
+    transients = columns.transient_bytes("backward", base.boundary_bytes).tolist()
+    for unit, backward in zip(columns.units, transients, strict=True):
+        yield replace(unit, backward_transient_bytes=backward)
+
+
+def _recompute_ps(table: CostTable, columns: ChunkColumns) -> Iterator[int]:
+    for unit in columns.units:
+        plain = (
+            table.layer_in(columns.chunk, i, fastest_choice(table, i)).backward_ps
+            for i in unit.layers
         )
-        for unit, forward, backward in zip(columns.units, *transients, strict=True)
-    )
-
-
-def _recompute_ps(table: CostTable, chunk: Chunk, unit: Unit) -> int:
-    plain = (table.layer_in(chunk, i, fastest_choice(table, i)) for i in unit.layers)
-    without = sum(layer.backward_ps for layer in plain) if unit.layers else unit.backward_ps
-    return max(0, unit.backward_ps - without)
+        without = sum(plain) if unit.layers else unit.backward_ps
+        yield max(0, unit.backward_ps - without) - unit.ahead_ps

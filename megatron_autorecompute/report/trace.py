@@ -15,9 +15,9 @@ from typing import Any
 
 from megatron_autorecompute.planner.cost.copies import PS_PER_NS
 from megatron_autorecompute.planner.cost.peak_memory import Breakdown
-from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.cost.unit_costs import Unit
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.timeline import StageTimeline, UnitCost, timeline
+from megatron_autorecompute.report.timeline import StageTimeline, timeline
 from megatron_autorecompute.units import GIB
 
 COMPUTE, P2P, RECOMPUTE, TO_HOST, TO_DEVICE = range(5)
@@ -39,11 +39,14 @@ def trace(plan: Plan) -> dict[str, Any]:
     stages = timeline(plan).stages
     ends = {place: end for stage in stages for place, end in _ends_ns(stage, len(stages))}
     events = chain.from_iterable(_stage(plan, stage, ends) for stage in stages)
-    return {
-        "displayTimeUnit": "ms",
-        "otherData": _about(plan),
-        "traceEvents": list(events),
+    measured = plan.profile.measured_step
+    about = {
+        "model": plan.profile.model.name,
+        "recompute_policy": plan.policy.format(),
+        "times": "from the plan: messages take no time, the optimizer step is not modelled",
+        "measured_step": None if measured is None else asdict(measured),
     }
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": list(events)}
 
 
 def measured_note(plan: Plan) -> str:
@@ -55,16 +58,6 @@ def measured_note(plan: Plan) -> str:
         f"The measured step (iteration {step.iteration}) was recorded as totals, without single "
         "events. The trace shows the step as planned, and its otherData has these totals."
     )
-
-
-def _about(plan: Plan) -> dict[str, Any]:
-    measured = plan.profile.measured_step
-    return {
-        "model": plan.profile.model.name,
-        "recompute_policy": plan.policy.format(),
-        "times": "from the plan: messages take no time, the optimizer step is not modelled",
-        "measured_step": None if measured is None else asdict(measured),
-    }
 
 
 def _ends_ns(stage: StageTimeline, num_stages: int) -> Iterator[tuple[Place, int]]:
@@ -115,20 +108,22 @@ def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEven
             yield _slice(stage.stage, thread, of, first, min(first + early, start), args)
     yield _slice(stage.stage, COMPUTE, name, start, end, args)
     for unit, first, again, last in _spans(stage, event):
-        about = {**args, "choice": _choice(plan, unit)}
+        choice = plan.recompute_policy[unit.layers[0]] if unit.layers else "none"
+        about = {**args, "choice": choice}
         yield _slice(stage.stage, COMPUTE, unit.name, first, last, about)
-        if backward and unit.recompute_ms > 0:
+        if again is not None:
             yield _slice(stage.stage, RECOMPUTE, f"recompute {unit.name}", first, again, about)
     for first, last in _waits(stage, event):
         yield _slice(stage.stage, COMPUTE, "wait for copy", first, last, args)
 
 
-def _spans(stage: StageTimeline, event: int) -> Iterator[tuple[UnitCost, int, int, int]]:
+def _spans(stage: StageTimeline, event: int) -> Iterator[tuple[Unit, int, int | None, int]]:
     """Each unit of an event in the order they run, a backward beginning with the last; when it
-    begins, until when its backward recomputes, and when it ends."""
-    backward, units = bool(stage.backward[event]), stage.units[stage.chunk[event]]
+    begins, until when its backward recomputes (None: not at all), and when it ends."""
+    backward, chunk = bool(stage.backward[event]), stage.chunk[event]
     start, end = _ns(stage.start_ms[event]), _ns(stage.end_ms[event])
-    times = [_ps(unit.backward_ms if backward else unit.forward_ms) for unit in units]
+    units = stage.units[chunk]
+    times = [u.backward_ps - u.ahead_ps if backward else u.forward_ps for u in units]
     scale = 1 / PS_PER_NS
     if stage.copies is None and any(times):  # residual time is spread; with copies it is the rest
         scale = (end - start) / sum(times)
@@ -138,8 +133,10 @@ def _spans(stage: StageTimeline, event: int) -> Iterator[tuple[UnitCost, int, in
         return min(end, start + round(done_ps * scale + waited))
 
     done = 0
-    for unit, time in [*zip(units, times, strict=True)][:: -1 if backward else 1]:
-        yield unit, when(done), when(done + min(time, _ps(unit.recompute_ms))), when(done + time)
+    own = [*zip(units, times, stage.recompute_ps[chunk], strict=True)]
+    for unit, time, recompute in own[:: -1 if backward else 1]:
+        again = when(done + min(time, recompute)) if backward and recompute > 0 else None
+        yield unit, when(done), again, when(done + time)
         done += time
 
 
@@ -154,10 +151,6 @@ def _waits(stage: StageTimeline, event: int) -> Iterator[tuple[int, int]]:
 
 def _waits_ps(stage: StageTimeline, event: int) -> tuple[tuple[int, int], ...]:
     return () if stage.copies is None else stage.copies.ran[event].waits
-
-
-def _choice(plan: Plan, unit: UnitCost) -> str:
-    return plan.recompute_policy[unit.layers[0]] if unit.layers else "none"
 
 
 def _messages(
@@ -215,7 +208,7 @@ def _samples(stage: StageTimeline) -> Iterator[tuple[int, Breakdown]]:
             number = len(units) - 1 - position if stage.backward[event] else position
             yield first, stage.bytes_at(event, number)
         if starts[event + 1] != end:
-            yield end, stage.bytes_after(event)
+            yield end, stage.bytes_at(event, None)
     if stage.optimizer_step_peak_bytes:
         step = Breakdown(stage.static_bytes, 0, 0, stage.optimizer_step_peak_bytes, 0, 0)
         yield _ns(stage.end_ms[-1]) + 1, step
@@ -242,10 +235,6 @@ def _slice(
 def _counter(stage: int, name: str, at: int, parts_bytes: dict[str, int]) -> TraceEvent:
     values = {part: round(count / GIB, 6) for part, count in parts_bytes.items()}
     return {"ph": "C", "pid": stage, "ts": at / 1000, "name": name, "args": values}
-
-
-def _ps(time_ms: float) -> int:
-    return round(time_ms * PS_PER_MS)
 
 
 def _ns(time_ms: float) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_autorecompute.planner.cost.two_clocks import knows_host
 from megatron_autorecompute.planner.cost.unit_costs import CostTable, fastest_choice
@@ -13,16 +15,20 @@ from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
 from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Profile
 from megatron_autorecompute.units import GIB, MIB
 
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+TEMPLATES = Path(__file__).parent / "templates"
 RECOMPUTE_RAMP = ("#fdd9bd", "#f9a05f", "#d55e00", "#8a3000")
 """Colours from the choice that recomputes least to the one that recomputes most, without none."""
 NO_RECOMPUTE = "#e9ecef"
 
 
-def size(size_bytes: float, digits: int = 2) -> str:
+def size(size_bytes: float) -> str:
     """Bytes in GiB, or in MiB if it is less than one GiB."""
     if abs(size_bytes) >= GIB:
-        return f"{size_bytes / GIB:,.{digits}f} GiB"
-    return f"{size_bytes / MIB:,.{max(digits - 1, 0)}f} MiB"
+        return f"{size_bytes / GIB:,.2f} GiB"
+    return f"{size_bytes / MIB:,.1f} MiB"
 
 
 def duration(time_ms: float) -> str:
@@ -38,6 +44,20 @@ def percent(share: float) -> str:
         return "0%"
     text = f"{100 * share:.1f}"
     return f"{100 * share:.2f}%" if text in ("0.0", "100.0") and share != 1 else f"{text}%"
+
+
+def template(name: str) -> Template:
+    """A template of a page or a picture by its file's name; it escapes what it is given."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # a terminal needs none
+
+    files = Environment(
+        loader=FileSystemLoader(str(TEMPLATES)),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    files.filters |= {"size": size, "duration": duration, "percent": percent}
+    return files.get_template(name)
 
 
 HELPS = "CUDA graphs or a larger micro-batch help; a choice costs what its launches take."

@@ -20,7 +20,7 @@ from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import FULL, LayerPolicy
-from megatron_autorecompute.profile import ChoiceRecord, GraphBytes
+from megatron_autorecompute.profile import ChoiceRecord, LayerBytes
 from tests.meta.test_no_device import H100, HIDDEN, MOE, SEQUENCE, job
 from tests.planner.uniform_profiles import peak_of, uniform_profile
 
@@ -153,7 +153,7 @@ def test_the_experts_checkpoint_is_beside_the_graphs_and_drops_what_it_drops_els
 def test_the_pool_of_a_stage_is_that_of_megatrons_order_of_captures(
     monkeypatch, stages, chunks, microbatches
 ):
-    layers, own = 2, GraphBytes(100, 7, 31)
+    layers, own = 2, LayerBytes(100, 7, 31)
     record = ChoiceRecord("none", 100, 7, 31, 1.0, 2.0, graph=own)
     profile = uniform_profile(layers * stages * chunks, record)
     layout = Layout.from_flags(layers * stages * chunks, stages, chunks if chunks > 1 else None)

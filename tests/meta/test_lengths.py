@@ -92,10 +92,10 @@ def test_lines_give_what_profiling_at_another_length_gives(asked, above, tmp_pat
         for a, b in zip(moved.choices, own.choices, strict=True):
             found, right = LayerBytes.of(a), LayerBytes.of(b)
             assert a.choice == b.choice
-            assert found.held == pytest.approx(right.held, rel=1e-3)
-            for figure in ("forward_transient", "backward_transient"):
-                size = getattr(right, figure) + right.held
-                level = getattr(found, figure) + found.held
+            assert found.held_bytes == pytest.approx(right.held_bytes, rel=1e-3)
+            for figure in ("forward_transient_bytes", "backward_transient_bytes"):
+                size = getattr(right, figure) + right.held_bytes
+                level = getattr(found, figure) + found.held_bytes
                 assert 0.999 * size <= level <= (1 + above) * size
     if asked is FUSED:
         _buckets_save_where_calls_are_short(whole)

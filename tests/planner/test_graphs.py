@@ -11,7 +11,7 @@ from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
-    GraphBytes,
+    LayerBytes,
     ScheduleOverhead,
     StageRecord,
     StaticBytes,
@@ -52,11 +52,11 @@ def test_what_a_plan_with_a_graph_of_the_iteration_needs_is_within_the_budget():
 
 
 # Held, forward and backward transient; and of each what is in the graph.
-GRAPH = replace(NONE, graph=GraphBytes(60, 5, 20))
+GRAPH = replace(NONE, graph=LayerBytes(60, 5, 20))
 LEAN = ChoiceRecord(
-    "selective[mlp]", 70, 10, 40, 10.0, 25.0, graph=GraphBytes(60, 5, 20)
+    "selective[mlp]", 70, 10, 40, 10.0, 25.0, graph=LayerBytes(60, 5, 20)
 )  # recomputes outside the graph
-INSIDE = ChoiceRecord("selective[core_attn]", 80, 10, 45, 10.0, 26.0, graph=GraphBytes(40, 5, 35))
+INSIDE = ChoiceRecord("selective[core_attn]", 80, 10, 45, 10.0, 26.0, graph=LayerBytes(40, 5, 35))
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,10 @@ def test_what_megatrons_timers_said_of_a_step_stands_beside_the_sum_of_its_layer
     }
     assert seen == pytest.approx({name: logged[name] for name in seen}, abs=0.011)
     (layers,) = sums_of_layers(plan)
-    row = [layers.forward_ms, seen["forward-compute"], layers.backward_ms, seen["backward-compute"]]
+    forward_ms, backward_ms = (
+        sum(times) * step.num_microbatches for times in (layers.forward_ms, layers.backward_ms)
+    )
+    row = [forward_ms, seen["forward-compute"], backward_ms, seen["backward-compute"]]
     printed = text.split("0/0", 1)[1].split()
     assert printed[:5] == [shown_ms(value) for value in (*row, seen["optimizer"])]
 

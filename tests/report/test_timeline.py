@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megatron_autorecompute.planner.cost.peak_memory import Breakdown
+from megatron_autorecompute.planner.cost.unit_costs import OUTSIDE, PS_PER_MS
 from megatron_autorecompute.report.timeline import timeline
 from tests.planner import moments
 from tests.report.plans import copying_plan, early_plan, example_plan, random_plan
@@ -28,10 +29,10 @@ def bytes_at(stage, event, unit):
     return Breakdown(
         static_bytes=stage.static_bytes,
         in_flight_bytes=stage.in_flight_bytes[event],
-        running_bytes=sum(u.held_bytes for u in begun if u.is_layer),
+        running_bytes=sum(u.held_bytes for u in begun if u.name not in OUTSIDE),
         transient_bytes=transients[int(stage.backward[event])],
         embedding_head_bytes=stage.outside_bytes[event]
-        + sum(u.held_bytes for u in begun if not u.is_layer),
+        + sum(u.held_bytes for u in begun if u.name in OUTSIDE),
         overhead_bytes=stage.overhead_bytes[event],
         copy_bytes=0 if stage.copies is None else stage.copy_bytes[event][unit],
     )
@@ -83,7 +84,7 @@ def test_what_begins_early_runs_after_the_event_before_and_is_the_rest_of_its_ba
         assert stage.ahead_ms.sum() == pytest.approx(begun_ms)
         later_ms = (stage.end_ms - stage.start_ms).sum()
         assert later_ms + stage.ahead_ms.sum() == pytest.approx(cost.busy_ms)
-        units = sum(unit.backward_ms for units in stage.units for unit in units)
+        units = sum(u.backward_ps - u.ahead_ps for own in stage.units for u in own) / PS_PER_MS
         rest_ms = sum(cost.backward_ms) - sum(cost.ahead_ms)
         assert units == pytest.approx(rest_ms)
 
@@ -91,7 +92,7 @@ def test_what_begins_early_runs_after_the_event_before_and_is_the_rest_of_its_ba
 def test_recompute_of_units_adds_up_to_the_stages():
     plan = example_plan("gpt-760m-48l", 4, 2, 16, 20)
     for stage, cost in zip(timeline(plan).stages, plan.cost.stages, strict=True):
-        recompute_ms = sum(unit.recompute_ms for units in stage.units for unit in units)
+        recompute_ms = sum(map(sum, stage.recompute_ps)) / PS_PER_MS
         assert recompute_ms * plan.schedule.num_microbatches == pytest.approx(cost.recompute_ms)
         assert cost.recompute_ms > 0
 

@@ -127,7 +127,7 @@ def test_a_budget_is_the_device_less_what_others_and_fragmentation_take(
     (rank,) = step.ranks
     seen = rank.max_memory_allocated_bytes, rank.max_memory_reserved_bytes
     assert seen == most[step.iteration - 1]
-    assert layers.peak_bytes == pytest.approx(rank.max_memory_allocated_bytes, rel=0.02)
+    assert layers.peak.bytes == pytest.approx(rank.max_memory_allocated_bytes, rel=0.02)
     # A timer that nobody starts took no time that layers could be short of.
     assert (rank.forward_compute_ms, rank.backward_compute_ms, rank.optimizer_ms) == (None,) * 3
     assert plan.profile.stages[0].residual_ms == 0.0

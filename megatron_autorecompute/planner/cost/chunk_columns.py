@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +11,7 @@ from megatron_autorecompute.planner.cost.arrays import Ints
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.schedule import Direction
 from megatron_autorecompute.planner.cost.unit_costs import OUTSIDE, Unit
-from megatron_autorecompute.profile import GraphBytes
+from megatron_autorecompute.profile import LayerBytes
 
 
 @dataclass(frozen=True)
@@ -84,26 +84,16 @@ class ChunkColumns:
         return self.held_bytes.cumsum() + self.transient_bytes(direction, boundary_bytes)
 
 
-_NOTHING = GraphBytes(0, 0, 0)
+_NOTHING = LayerBytes(0, 0, 0)
 
 
 def _in_graph(unit: Unit) -> Unit:
-    own = unit.graph or _NOTHING
-    return replace(
-        unit,
-        held_bytes=own.held_bytes,
-        forward_transient_bytes=own.forward_transient_bytes,
-        backward_transient_bytes=own.backward_transient_bytes,
-        kept_gradient_bytes=0,
-    )
+    return replace((unit.graph or _NOTHING).into(unit), kept_gradient_bytes=0)
 
 
 def _outside_graph(unit: Unit, boundary_bytes: int) -> Unit:
-    own = unit.graph or _NOTHING
-    return replace(
-        unit,
-        held_bytes=unit.held_bytes - own.held_bytes,
-        forward_transient_bytes=unit.forward_transient_bytes - own.forward_transient_bytes,
-        backward_transient_bytes=unit.backward_transient_bytes - own.backward_transient_bytes,
-        kept_gradient_bytes=boundary_bytes if unit.graph else unit.kept_gradient_bytes,
-    )
+    if unit.graph is None:
+        return unit
+    pairs = zip(astuple(LayerBytes.of(unit)), astuple(unit.graph), strict=True)
+    rest = LayerBytes(*(whole - own for whole, own in pairs))
+    return replace(rest.into(unit), kept_gradient_bytes=boundary_bytes)

@@ -23,7 +23,6 @@ from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (
     ChoiceRecord,
-    GraphBytes,
     LayerBytes,
     LayerKind,
     OffloadGroup,
@@ -87,7 +86,7 @@ class Unit:
     """The record's field of that name."""
     offload_groups: tuple[OffloadGroup, ...] = ()
     """The record's field of that name."""
-    graph: GraphBytes | None = None
+    graph: LayerBytes | None = None
     """The record's field of that name."""
     ahead: Ahead | None = None
     """What begins ahead; None: its recompute begins in its backward."""
