@@ -149,7 +149,7 @@ def _searched(problem: Problem) -> Solution:
     found = search.answer()
     policy = put_together(problem.layout, found.splits)
     cost = problem.cost(policy)
-    if not fits(problem, cost):
+    if not fits(problem, policy):
         raise AssertionError(f"a plan was found that exceeds its budgets: {policy.format()}")
     return proven(problem, policy, cost.step_ms if found.proven else found.bound_ps / PS_PER_MS)
 
@@ -158,9 +158,8 @@ def _with_known(problem: Problem, found: Solution) -> Solution:
     """The plan, or one that is known, fits and is shorter."""
     best = found.policy
     for known in filter(problem.may_be, problem.known):
-        cost = problem.cost(known)
-        if fits(problem, cost) and cost.step_ms < problem.cost(best).step_ms:
-            best = known
+        shorter = problem.cost(known).step_ms < problem.cost(best).step_ms
+        best = known if shorter and fits(problem, known) else best
     bound_ms = found.step_evidence.bound_ms
     return found if best is found.policy else proven(problem, best, bound_ms)
 

@@ -82,7 +82,7 @@ def shortest_of_clocks(problem: Problem) -> Solution | None:
     """The best policy found under the problem's budgets, and what is proven of it; None if nothing
     fits. It is no slower than what is known to fit."""
     known = filter(problem.may_be, problem.known)
-    best = [policy for policy in known if fits(problem, problem.cost(policy))]
+    best = [policy for policy in known if fits(problem, policy)]
     bound_ms = 0.0
     for solution in _solved(problem):
         bound_ms = max(bound_ms, solution.step_evidence.bound_ms or 0.0)
