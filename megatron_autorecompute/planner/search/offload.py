@@ -37,10 +37,10 @@ from megatron_autorecompute.planner.search.manual import (
     settings_of_whole_layers,
 )
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.shortest import shortest
 from megatron_autorecompute.planner.search.solution import Solution, proven
 from megatron_autorecompute.planner.search.stage import Less, shrunk
 from megatron_autorecompute.planner.search.stage_problem import OnlyChoices, put_together
+from megatron_autorecompute.planner.search.step import shortest
 from megatron_autorecompute.policy import WHOLE, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, LayerKind, Profile
 from megatron_autorecompute.units import gib
