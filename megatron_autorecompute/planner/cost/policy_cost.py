@@ -207,7 +207,7 @@ class PolicyCosts:
         key = bound, stage, *(policy.layers[layer] for chunk in chunks for layer in chunk.layers)
         if key not in self._peaks_alone:
             moments = stage_moments(self.profile, self.schedule, stage)
-            columns = [ChunkColumns(c, self._chunk_units(bound, c, policy)) for c in chunks]
+            columns = self._columns(stage, policy, bound)
             self._peaks_alone[key] = stage_peak(self._base(stage, bound), stage, columns, moments)
         return self._peaks_alone[key]
 
@@ -264,12 +264,8 @@ class PolicyCosts:
         return tuple(map(CostTable, self.clocks))
 
     def _on_host(self, policy: RecomputePolicy) -> StageUnits | None:
-        return None if self._host is None else self._host.units(self.layout, policy)
-
-    @cached_property
-    def _host(self) -> CostTable | None:
-        """The tables of the host's times."""
-        return self.clock_tables[1] if len(self.clocks) > 1 else None
+        """The units with the host's times."""
+        return self.clock_tables[1].units(self.layout, policy) if len(self.clocks) > 1 else None
 
     def units(self, policy: RecomputePolicy) -> StageUnits:
         """The units of every stage and chunk, `[stage][chunk]`. Raises: as `evaluate`."""
@@ -305,11 +301,13 @@ class PolicyCosts:
         self, step: OffloadedStep, stage: int, policy: RecomputePolicy, bound: Bound
     ) -> Peak:
         """The peak of a stage with the copies of a step."""
-        chunks = self.layout.stages[stage]
-        columns = [ChunkColumns(c, self._chunk_units(bound, c, policy)) for c in chunks]
         moments = every_moment(self.profile, step.schedule, stage)
-        base = self._base(stage, bound)
+        base, columns = self._base(stage, bound), self._columns(stage, policy, bound)
         return stage_peak(base, stage, columns, moments, step.stages[stage])
+
+    def _columns(self, stage: int, policy: RecomputePolicy, bound: Bound) -> list[ChunkColumns]:
+        chunks = self.layout.stages[stage]
+        return [ChunkColumns(c, self._chunk_units(bound, c, policy)) for c in chunks]
 
     def _base(self, stage: int, bound: Bound) -> StageBase:
         if (stage, bound) not in self._bases:

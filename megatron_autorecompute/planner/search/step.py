@@ -83,9 +83,12 @@ class StepSearch:
         self.stages = [_plans(stage, budget, 0) for stage, budget in pairs]
         """The stages as if nothing ran side by side."""
         self.tight = [
-            plain if stage.problem.true_peak is None else _tight(stage, budget)
+            plain
+            if stage.problem.true_peak is None
+            else _plans(stage, budget, stage.shrunk(budget)[1])
             for plain, (stage, budget) in zip(self.stages, pairs, strict=True)
         ]
+        """With bytes added to events, so that what they list mostly fits truly."""
         self.options: list[dict[tuple[int, ...], None]] = [{} for _ in stages]
         """Plans of every stage that truly fit."""
         self._true: list[dict[tuple[int, ...], tuple[int, ...] | None]] = [{} for _ in stages]
@@ -365,11 +368,6 @@ def _plans(stage: Stage, budget: int, added: int) -> StagePlans:
     found = stage.plans(budget, added)
     assert found is not None  # the leanest choices fit
     return found
-
-
-def _tight(stage: Stage, budget: int) -> StagePlans:
-    """The search with bytes added to events, so that its answers mostly fit truly."""
-    return _plans(stage, budget, stage.shrunk(budget)[1])
 
 
 def sum_of(weights: Ints, times: Ints) -> int:
