@@ -14,14 +14,11 @@ from numpy.typing import NDArray
 
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.copies import OffloadedStep, StageCopies
-from megatron_autorecompute.planner.cost.p2p_tensors import Moment as PlannedMoment
 from megatron_autorecompute.planner.cost.peak_memory import (
     Breakdown,
     StageBase,
-    constant_bytes,
-    early_bytes,
+    StageBytes,
     every_moment,
-    highest_in_parts,
     stage_base,
 )
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
@@ -187,15 +184,16 @@ def _stage(
     in_flight = np.array([moment.in_flight for moment in moments], np.int64)
     outside = np.array([c.outside_bytes.sum() for c in columns], np.int64)
     held = np.array([c.held_bytes.sum() for c in columns], np.int64)
-    constant = np.array([constant_bytes(base, moment) for moment in moments], np.int64)
+    own = StageBytes(base, columns)
+    constant = np.array([own.constant(moment) for moment in moments], np.int64)
     reach = [
         [c.reach_bytes(direction, base.boundary_bytes) for c in columns]
         for direction in ("forward", "backward")
     ]
-    running = [reach[own][of] for own, of in zip(backward.astype(int), chunk, strict=True)]
-    beside = _beside(columns, moments, base)
-    other = np.where(beside > 0, beside - _highest(running), 0)
-    other += np.array([early_bytes(base, columns, moment) for moment in moments], np.int64)
+    running = [reach[of][at] for of, at in zip(backward.astype(int), chunk, strict=True)]
+    # What is beside the units of an event in parts.
+    other = np.array([own.running(m).most_bytes[m.direction] + own.kept(m) for m in moments])
+    other -= _highest(running)
     if copy_bytes:
         running = [own + copied for own, copied in zip(running, copy_bytes, strict=True)]
     peaks = constant + in_flight @ held + other + _highest(running)
@@ -231,21 +229,6 @@ def _stage(
 
 def _highest(units: Sequence[Bytes]) -> Bytes:
     return np.array([own.max() for own in units], np.int64)
-
-
-def _beside(
-    columns: Sequence[ChunkColumns], moments: Sequence[PlannedMoment], base: StageBase
-) -> Bytes:
-    """For each event in parts: the highest bytes of the event, of the one beside it and of idle
-    chunks. For other events: 0."""
-    known: dict[PlannedMoment, int] = {}
-    found = []
-    for moment in moments:
-        event = replace(moment, microbatch=0, extra=0)
-        if event not in known:
-            known[event] = highest_in_parts(base, columns, moment)
-        found.append(known[event])
-    return np.array(found, np.int64)
 
 
 def _in_place(columns: ChunkColumns, base: StageBase) -> Iterator[Unit]:

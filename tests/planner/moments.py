@@ -2,9 +2,9 @@
 
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.peak_memory import (
+    StageBytes,
     check_layout,
     every_moment,
-    moment_bytes,
     stage_base,
 )
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
@@ -18,13 +18,15 @@ def timeline(profile, layout, schedule, policy, stage):
     check_layout(profile, layout, schedule)
     table, base = CostTable(profile), stage_base(profile, layout, stage)
     columns = [ChunkColumns(c, table.chunk_units(c, policy)) for c in layout.stages[stage]]
-    moments = []
+    moments, own = [], StageBytes(base, columns)
     for moment, event in zip(
         every_moment(profile, schedule, stage), schedule.events(stage), strict=True
     ):
         order = range(len(columns[event.chunk].units))
         for unit in order if event.direction == "forward" else reversed(order):
             name = f"{event.direction} of {columns[event.chunk].units[unit].name}"
-            split = moment_bytes(base, columns, moment, unit)
+            running = own.running(moment)
+            points = [n for n, at in enumerate(running.points) if at == (event.direction, unit)]
+            split = own.breakdown(moment, max(points, key=running.bytes.__getitem__))
             moments.append((f"{name}, microbatch {event.microbatch}", split))
     return moments

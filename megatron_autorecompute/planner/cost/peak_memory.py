@@ -13,12 +13,16 @@ keep some.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import mul
+
+import numpy as np
 
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.planner.cost import overlap, p2p_tensors
+from megatron_autorecompute.planner.cost.arrays import Ints
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.copies import StageCopies
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
@@ -247,6 +251,138 @@ class Peak:
     """The part of `bytes` that is in the memory pool and input buffers of CUDA graphs of layers."""
 
 
+@dataclass(frozen=True)
+class Running:
+    """What is there while units run, in the order of time; of two events side by side, of both."""
+
+    points: tuple[tuple[Direction, int], ...]
+    """The direction, and the unit of its chunk."""
+    own_bytes: Ints
+    """Bytes of the microbatch that the unit runs, up to the unit."""
+    other_bytes: Ints
+    """Bytes of the microbatch beside it, and of a chunk that runs after it was idle."""
+    late_bytes: Ints
+    """Bytes of boundary tensors that come when the layers of two events have run."""
+
+    @cached_property
+    def bytes(self) -> Ints:
+        """All of these."""
+        return self.own_bytes + self.other_bytes + self.late_bytes
+
+    @cached_property
+    def most_bytes(self) -> dict[Direction, int]:
+        """The most in each direction."""
+        found: dict[Direction, int] = {}
+        for (direction, _), size in zip(self.points, self.bytes.tolist(), strict=True):
+            found[direction] = max(size, found.get(direction, size))
+        return found
+
+
+class StageBytes:
+    """Bytes of one stage at any moment, under one policy.
+
+    Args:
+        base: what the stage needs besides activations.
+        columns: the columns of every chunk.
+    """
+
+    def __init__(self, base: StageBase, columns: Sequence[ChunkColumns]) -> None:
+        self.base, self.columns = base, columns
+        self.held = [int(own.held_bytes.sum()) for own in columns]
+        """What every chunk holds for a microbatch in flight."""
+        self._known: dict[tuple[object, ...], Running] = {}
+
+    def constant(self, moment: Moment) -> int:
+        """Bytes alive throughout a moment; of two events side by side, the larger."""
+        both: tuple[Direction, ...] = ("forward", "backward")
+        directions = (moment.direction,) if moment.beside is None else both
+        extra, deferred = moment.extra, moment.deferred
+        return max(self.base.constant_bytes(each, extra, deferred) for each in directions)
+
+    def kept(self, moment: Moment) -> int:
+        """Bytes that chunks which do not run keep since their last backward, with EP overlap; in a
+        forward also the most that has been recomputed for the backward after it, in the wait before
+        it."""
+        forward, _ = _running(moment)
+        found = 0
+        if moment.direction == "forward" and self.base.posts_both:
+            found = max(own.early_bytes for own in self.columns)
+        for chunk, idle in enumerate(moment.idle):
+            if idle and chunk != forward:
+                found += sum(self._idle(moment, chunk).values())
+        return found
+
+    def around(self, moment: Moment) -> int:
+        """Bytes that are there whatever runs."""
+        in_flight: int = sum(map(mul, moment.in_flight, self.held))
+        return self.constant(moment) + in_flight + self.kept(moment)
+
+    def running(self, moment: Moment) -> Running:
+        """What is there besides while units run."""
+        forward, backward = _running(moment)
+        event: tuple[object, ...] = moment.direction, moment.chunk
+        if moment.in_parts and backward is not None:
+            idle = forward is not None and moment.idle[forward] and moment.idle_apart[forward]
+            event += moment.beside, moment.in_flight[backward] > 0, idle, moment.late
+        if event not in self._known:
+            self._known[event] = self._in_parts(moment) if moment.in_parts else self._alone(moment)
+        return self._known[event]
+
+    def _alone(self, moment: Moment) -> Running:
+        own = self.columns[moment.chunk]
+        reach = own.reach_bytes(moment.direction, self.base.boundary_bytes)
+        nothing = np.zeros_like(reach)
+        points = tuple((moment.direction, unit) for unit in range(len(reach)))
+        return Running(points, reach, nothing, nothing)
+
+    def _in_parts(self, moment: Moment) -> Running:
+        forward, backward = _running(moment)
+        assert backward is not None
+        is_idle = forward is not None and moment.idle[forward]
+        points = list(
+            overlap.points(
+                None if forward is None else self.columns[forward],
+                self.columns[backward],
+                self.base.boundary_bytes,
+                last=not moment.in_flight[backward],
+                idle_bytes=self._idle(moment, forward) if is_idle and forward is not None else {},
+            )
+        )
+        late = moment.late * self.base.exchanged * self.base.boundary_bytes
+        sizes = [(point.own_bytes, point.other_bytes, late * point.late) for point in points]
+        order = tuple((point.direction, point.unit) for point in points)
+        return Running(order, *np.array(sizes, np.int64).T)
+
+    def _idle(self, moment: Moment, chunk: int) -> dict[int, int]:
+        apart = moment.idle_apart[chunk]
+        return overlap.idle_bytes(self.columns[chunk], self.base.boundary_bytes, apart)
+
+    def breakdown(self, moment: Moment, point: int) -> Breakdown:
+        """Bytes at one point of what runs."""
+        base, running = self.base, self.running(moment)
+        direction, unit = running.points[point]
+        chunk = moment.chunk if direction == moment.direction else moment.beside
+        assert chunk is not None
+        own, reach = self.columns[chunk], int(running.own_bytes[point])
+        held = min(int(own.held_bytes[: unit + 1].sum()), reach)
+        outside = int(own.outside_bytes[: unit + 1].sum())
+        waiting_outside = sum(
+            number * int(each.outside_bytes.sum())
+            for number, each in zip(moment.in_flight, self.columns, strict=True)
+        )
+        waiting = self.around(moment) - self.constant(moment) + int(running.other_bytes[point])
+        overhead = self.constant(moment) - base.static.total_bytes - base.apart_bytes
+        return Breakdown(
+            static_bytes=base.static.total_bytes,
+            in_flight_bytes=waiting - waiting_outside,
+            running_bytes=held - outside,
+            transient_bytes=reach - held,
+            embedding_head_bytes=waiting_outside + outside,
+            overhead_bytes=overhead + int(running.late_bytes[point]),
+            graph_bytes=base.apart_bytes,
+        )
+
+
 def stage_peak(
     base: StageBase,
     stage: int,
@@ -264,51 +400,56 @@ def stage_peak(
         copies: bytes beside those of records. Of two events side by side the most of the first one
             is added.
     """
-    held = [int(chunk.held_bytes.sum()) for chunk in columns]
-    best: tuple[int, Moment | None, int, int] = (
-        base.static.total_bytes + base.optimizer_step_peak_bytes,
-        None,
-        0,
-        0,
-    )
-    known: dict[tuple[object, ...], tuple[int, int, Direction]] = {}
+    own = StageBytes(base, columns)
+    most = base.static.total_bytes + base.optimizer_step_peak_bytes
+    best: tuple[Moment, int, int] | None = None
     for number, moment in enumerate(moments):
-        event = _event(moment)
-        if event not in known:
-            known[event] = _highest(base, columns, moment)
-        reach, unit, direction = known[event]
-        alive = constant_bytes(base, moment) + sum(map(mul, moment.in_flight, held))
-        alive += idle_bytes(base, columns, moment) + early_bytes(base, columns, moment)
+        running, around = own.running(moment), own.around(moment)
         copied = copies.during(number) if copies else 0
-        if alive + reach + copied <= best[0]:
+        if around + max(running.most_bytes.values()) + copied <= most:
             continue
+        by_point = np.full(len(running.points), copied)
         if copied and copies and not moment.in_parts:
-            reach, unit, copied = _highest_with(
-                columns, moment, base.boundary_bytes, copies, number
-            )
-        total = alive + reach + copied
-        if total > best[0]:
-            own = moment if moment.direction == direction else turned(moment)
-            best = (total, own, unit, copied)
-    peak = _named_peak(base, stage, columns, best[1], best[2])
-    split = replace(peak.breakdown, copy_bytes=best[3])
+            is_backward = moment.direction == "backward"
+            by_point = copies.by_unit(number, moment.chunk, backward=is_backward)
+        point = int((running.bytes + by_point).argmax())
+        total = around + int(running.bytes[point] + by_point[point])
+        if total > most:
+            most, best = total, (moment, point, int(by_point[point]))
+    split = Breakdown(base.static.total_bytes, 0, 0, base.optimizer_step_peak_bytes, 0, 0)
+    name = f"stage {stage}, optimizer step"
+    if best is not None:
+        split = replace(own.breakdown(*best[:2]), copy_bytes=best[2])
+        name = _named(own, stage, *best[:2])
     pooled = 0
     if any(unit.graph for chunk in columns for unit in chunk.units):
-        outside, pooled = _with_graphs(base, columns, moments)
+        outside, pooled = _with_graphs(own, moments)
         more = outside + pooled - split.total_bytes
         split = replace(split, graph_bytes=split.graph_bytes + more)
-    return replace(peak, bytes=split.total_bytes, breakdown=split, pool_bytes=pooled)
+    return Peak(split.total_bytes, name, split, pooled)
 
 
-def _with_graphs(
-    base: StageBase, columns: Sequence[ChunkColumns], moments: Sequence[Moment]
-) -> tuple[int, int]:
+def _named(own: StageBytes, stage: int, moment: Moment, point: int) -> str:
+    direction, unit = own.running(moment).points[point]
+    chunk, beside = moment.chunk, moment.beside
+    if direction != moment.direction and beside is not None:
+        chunk, beside = beside, chunk
+    where = f"{direction} of {own.columns[chunk].units[unit].name}"
+    several = len(own.columns) > 1
+    name = f"stage {stage}{f', chunk {chunk}' if several else ''}, {where}"
+    if beside is None:
+        return f"{name}, microbatch {moment.microbatch}"
+    other = "forward" if direction == "backward" else "backward"
+    return f"{name} beside a {other}{f' of chunk {beside}' if several else ''}"
+
+
+def _with_graphs(own: StageBytes, moments: Sequence[Moment]) -> tuple[int, int]:
     """The most outside the pool of CUDA graphs, and the most in it, which nothing else can use."""
-    pool = [chunk.in_graphs() for chunk in columns]
-    rest = [chunk.outside_graphs(base.boundary_bytes) for chunk in columns]
+    base = own.base
+    pool = [chunk.in_graphs() for chunk in own.columns]
+    rest = [chunk.outside_graphs(base.boundary_bytes) for chunk in own.columns]
     outside: int = max(
-        constant_bytes(base, moment) + _activations(rest, moment, base.boundary_bytes)
-        for moment in moments
+        own.constant(moment) + _activations(rest, moment, base.boundary_bytes) for moment in moments
     )
     outside = max(outside, base.static.total_bytes + base.optimizer_step_peak_bytes)
     pooled = max(_activations(pool, moment, 0) for moment in moments)
@@ -323,113 +464,10 @@ def _activations(columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes
     return waiting + int(reach.max())
 
 
-def _highest_with(
-    columns: Sequence[ChunkColumns],
-    moment: Moment,
-    boundary_bytes: int,
-    copies: StageCopies,
-    number: int,
-) -> tuple[int, int, int]:
-    """The highest bytes of what runs in an event beside its copies, in which unit, and theirs."""
-    reach = columns[moment.chunk].reach_bytes(moment.direction, boundary_bytes)
-    copied = copies.by_unit(number, moment.chunk, backward=moment.direction == "backward")
-    unit = int((reach + copied).argmax())
-    return int(reach[unit]), unit, int(copied[unit])
-
-
-def constant_bytes(base: StageBase, moment: Moment) -> int:
-    """Bytes alive throughout a moment; of two events side by side, the larger."""
-    both: tuple[Direction, ...] = ("forward", "backward")
-    directions = (moment.direction,) if moment.beside is None else both
-    return max(base.constant_bytes(each, moment.extra, moment.deferred) for each in directions)
-
-
-def idle_bytes(base: StageBase, columns: Sequence[ChunkColumns], moment: Moment) -> int:
-    """Bytes that chunks which do not run keep since their last backward, with EP overlap."""
-    running = _running(moment)[0]
-    return sum(
-        sum(overlap.idle_bytes(own, base.boundary_bytes, apart).values())
-        for chunk, (own, idle, apart) in enumerate(
-            zip(columns, moment.idle, moment.idle_apart, strict=False)
-        )
-        if idle and chunk != running
-    )
-
-
-def early_bytes(base: StageBase, columns: Sequence[ChunkColumns], moment: Moment) -> int:
-    """The most that has been recomputed for the backward after a forward, in the wait before it."""
-    if moment.direction == "backward" or not base.posts_both:
-        return 0
-    return max(own.early_bytes for own in columns)
-
-
-def _event(moment: Moment) -> tuple[object, ...]:
-    """What the highest bytes of what runs depend on."""
-    forward, _ = _running(moment)
-    idle = forward is not None and bool(moment.idle) and moment.idle[forward]
-    apart = moment.idle_apart[forward] if idle and forward is not None else None
-    return moment.direction, moment.chunk, moment.beside, _is_last(moment), apart, moment.late
-
-
 def _running(moment: Moment) -> tuple[int | None, int | None]:
     """The chunks that run forward and backward."""
     own, other = moment.chunk, moment.beside
     return (own, other) if moment.direction == "forward" else (other, own)
-
-
-def _highest(
-    base: StageBase, columns: Sequence[ChunkColumns], moment: Moment
-) -> tuple[int, int, Direction]:
-    """The highest bytes of what runs, and in which unit and direction."""
-    if not moment.in_parts:
-        reach = columns[moment.chunk].reach_bytes(moment.direction, base.boundary_bytes)
-        return int(reach.max()), int(reach.argmax()), moment.direction
-    late = late_bytes(base, moment)
-    found = ((p.bytes + late * p.late, p) for p in _points(base, columns, moment))
-    most, best = max(found, key=lambda each: each[0])
-    return most, best.unit, best.direction
-
-
-def late_bytes(base: StageBase, moment: Moment) -> int:
-    """Boundary tensors that come when the layers of two events have run."""
-    return moment.late * base.exchanged * base.boundary_bytes
-
-
-def highest_in_parts(base: StageBase, columns: Sequence[ChunkColumns], moment: Moment) -> int:
-    """The highest bytes of an event, of the one beside it while a unit of the first runs, and of
-    what idle chunks keep; 0 for an event whose layers do not run in parts."""
-    if not moment.in_parts:
-        return 0
-    late = late_bytes(base, moment)
-    points = _points(base, columns, moment)
-    return idle_bytes(base, columns, moment) + max(
-        p.bytes + late * p.late for p in points if p.direction == moment.direction
-    )
-
-
-def _points(
-    base: StageBase, columns: Sequence[ChunkColumns], moment: Moment
-) -> Iterator[overlap.Point]:
-    """All points of a moment whose layers run in parts."""
-    forward, backward = _running(moment)
-    assert backward is not None
-    idle: dict[int, int] = {}
-    if forward is not None and moment.idle and moment.idle[forward]:
-        apart = moment.idle_apart[forward]
-        idle = overlap.idle_bytes(columns[forward], base.boundary_bytes, apart)
-    return overlap.points(
-        None if forward is None else columns[forward],
-        columns[backward],
-        base.boundary_bytes,
-        last=_is_last(moment),
-        idle_bytes=idle,
-    )
-
-
-def _is_last(moment: Moment) -> bool:
-    """Whether no other microbatch of the chunk that runs backward is in flight."""
-    _, backward = _running(moment)
-    return moment.in_parts and backward is not None and not moment.in_flight[backward]
 
 
 def turned(moment: Moment) -> Moment:
@@ -437,57 +475,6 @@ def turned(moment: Moment) -> Moment:
     assert moment.beside is not None
     direction: Direction = "backward" if moment.direction == "forward" else "forward"
     return replace(moment, direction=direction, chunk=moment.beside, beside=moment.chunk)
-
-
-def _named_peak(
-    base: StageBase,
-    stage: int,
-    columns: Sequence[ChunkColumns],
-    moment: Moment | None,
-    unit: int,
-) -> Peak:
-    if moment is None:
-        peak = base.optimizer_step_peak_bytes
-        split = Breakdown(base.static.total_bytes, 0, 0, peak, 0, 0)
-        return Peak(split.total_bytes, f"stage {stage}, optimizer step", split)
-    split = moment_bytes(base, columns, moment, unit)
-    where = f"{moment.direction} of {columns[moment.chunk].units[unit].name}"
-    chunk = f", chunk {moment.chunk}" if len(columns) > 1 else ""
-    name = f"stage {stage}{chunk}, {where}, microbatch {moment.microbatch}"
-    if moment.beside is not None:
-        other = "forward" if moment.direction == "backward" else "backward"
-        of = f" of chunk {moment.beside}" if len(columns) > 1 else ""
-        name = f"stage {stage}{chunk}, {where} beside a {other}{of}"
-    return Peak(split.total_bytes, name, split)
-
-
-def moment_bytes(
-    base: StageBase, columns: Sequence[ChunkColumns], moment: Moment, unit: int
-) -> Breakdown:
-    """Bytes while one unit of the moment's chunk runs."""
-    running, pairs = columns[moment.chunk], list(zip(moment.in_flight, columns, strict=True))
-    waiting = sum(n * int(c.held_bytes.sum()) for n, c in pairs)
-    outside_waiting = sum(n * int(c.outside_bytes.sum()) for n, c in pairs)
-    outside_running = int(running.outside_bytes[: unit + 1].sum())
-    held = int(running.held_bytes[: unit + 1].sum())
-    reach = held + int(running.transient_bytes(moment.direction, base.boundary_bytes)[unit])
-    overhead = constant_bytes(base, moment) - base.static.total_bytes - base.apart_bytes
-    waiting += idle_bytes(base, columns, moment) + early_bytes(base, columns, moment)
-    if moment.in_parts:
-        late, own = late_bytes(base, moment), (moment.direction, unit)
-        points = (p for p in _points(base, columns, moment) if (p.direction, p.unit) == own)
-        point = max(points, key=lambda point: point.bytes + late * point.late)
-        waiting, reach = waiting + point.other_bytes, point.own_bytes
-        held, overhead = min(held, reach), overhead + late * point.late
-    return Breakdown(
-        static_bytes=base.static.total_bytes,
-        in_flight_bytes=waiting - outside_waiting,
-        running_bytes=held - outside_running,
-        transient_bytes=reach - held,
-        embedding_head_bytes=outside_waiting + outside_running,
-        overhead_bytes=overhead,
-        graph_bytes=base.apart_bytes,
-    )
 
 
 def every_moment(profile: Profile, schedule: Schedule, stage: int) -> list[Moment]:

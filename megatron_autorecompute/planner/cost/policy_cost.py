@@ -184,8 +184,8 @@ class PolicyCosts:
         them then. Raises: as `evaluate`."""
         found = {}
         for policy in policies:
-            if not (policy.offloads or policy.is_ahead):
-                times = times_of(self._units("nominal", policy)).plus(self._residual)
+            if not policy.is_ahead:
+                times = times_of(self.units(policy)).plus(self._residual)
                 found[_key(times)] = times.both
         keys = [key for key in found if key not in self._steps_ms]
         for first in range(0, len(keys), _AT_ONCE):
@@ -196,8 +196,8 @@ class PolicyCosts:
             self._steps_ms.update(zip(some, steps.tolist(), strict=True))
 
     def step_ms(self, policy: RecomputePolicy) -> float:
-        """Time of the step alone, of a policy that copies nothing. Raises: as `evaluate`."""
-        return self._step_ms(times_of(self._units("nominal", policy)).plus(self._residual))
+        """Time of the step without waits for copies and for the host. Raises: as `evaluate`."""
+        return self._step_ms(times_of(self.units(policy)).plus(self._residual))
 
     def peak_alone(self, stage: int, policy: RecomputePolicy, bound: Bound = "high") -> Peak:
         """The peak of a stage by the choices of its own layers, without bytes of copies under way.
@@ -207,13 +207,13 @@ class PolicyCosts:
         key = bound, stage, *(policy.layers[layer] for chunk in chunks for layer in chunk.layers)
         if key not in self._peaks_alone:
             moments = stage_moments(self.profile, self.schedule, stage)
-            columns = [ChunkColumns(c, self._chunk_units(bound, c, policy)) for c in chunks]
+            columns = self._columns(stage, policy, bound)
             self._peaks_alone[key] = stage_peak(self._base(stage, bound), stage, columns, moments)
         return self._peaks_alone[key]
 
     def _of(self, policy: RecomputePolicy) -> PolicyCost:
         policy.checked_length(self.profile.num_layers, "The policy")
-        units = self._units("nominal", policy)
+        units = self.units(policy)
         step = self._offloaded(units)
         peaks = {bound: self._peaks(bound, policy, step) for bound in self._tables}
         cost = self._with_times(units, peaks, step)
@@ -231,7 +231,7 @@ class PolicyCosts:
     def met_ms(self, policy: RecomputePolicy) -> tuple[float, ...]:
         """Forward plus backward of one microbatch on each stage, if host and device meet before and
         after each, as Megatron's timers make them."""
-        units = self._units("nominal", policy)
+        units = self.units(policy)
         host = self._on_host(policy)
         if host is None:
             return tuple((times_of(units).plus(self._residual).busy / PS_PER_MS).tolist())
@@ -256,7 +256,7 @@ class PolicyCosts:
     @cached_property
     def _plain_both_ms(self) -> float:
         """The step of both clocks without recompute; 0 where the host's is not known."""
-        return self._both_ms(self._fastest, self._units("nominal", self._fastest)) or 0.0
+        return self._both_ms(self._fastest, self.units(self._fastest)) or 0.0
 
     @cached_property
     def clock_tables(self) -> tuple[CostTable, ...]:
@@ -264,15 +264,15 @@ class PolicyCosts:
         return tuple(map(CostTable, self.clocks))
 
     def _on_host(self, policy: RecomputePolicy) -> StageUnits | None:
-        return None if self._host is None else self._host.units(self.layout, policy)
+        """The units with the host's times."""
+        return self.clock_tables[1].units(self.layout, policy) if len(self.clocks) > 1 else None
 
-    @cached_property
-    def _host(self) -> CostTable | None:
-        """The tables of the host's times."""
-        return self.clock_tables[1] if len(self.clocks) > 1 else None
-
-    def _units(self, bound: Bound, policy: RecomputePolicy) -> StageUnits:
-        return [[self._chunk_units(bound, c, policy) for c in own] for own in self.layout.stages]
+    def units(self, policy: RecomputePolicy) -> StageUnits:
+        """The units of every stage and chunk, `[stage][chunk]`. Raises: as `evaluate`."""
+        return [
+            [self._chunk_units("nominal", chunk, policy) for chunk in chunks]
+            for chunks in self.layout.stages
+        ]
 
     def _chunk_units(self, bound: Bound, chunk: Chunk, policy: RecomputePolicy) -> tuple[Unit, ...]:
         key = bound, chunk, tuple([policy.layers[layer] for layer in chunk.layers])
@@ -282,7 +282,7 @@ class PolicyCosts:
 
     def copies(self, policy: RecomputePolicy) -> OffloadedStep | None:
         """The step replayed with its copies; None where nothing is copied."""
-        return self._offloaded(self._units("nominal", policy))
+        return self._offloaded(self.units(policy))
 
     def _offloaded(self, units: StageUnits) -> OffloadedStep | None:
         if not offloads(units):
@@ -301,11 +301,13 @@ class PolicyCosts:
         self, step: OffloadedStep, stage: int, policy: RecomputePolicy, bound: Bound
     ) -> Peak:
         """The peak of a stage with the copies of a step."""
-        chunks = self.layout.stages[stage]
-        columns = [ChunkColumns(c, self._chunk_units(bound, c, policy)) for c in chunks]
         moments = every_moment(self.profile, step.schedule, stage)
-        base = self._base(stage, bound)
+        base, columns = self._base(stage, bound), self._columns(stage, policy, bound)
         return stage_peak(base, stage, columns, moments, step.stages[stage])
+
+    def _columns(self, stage: int, policy: RecomputePolicy, bound: Bound) -> list[ChunkColumns]:
+        chunks = self.layout.stages[stage]
+        return [ChunkColumns(c, self._chunk_units(bound, c, policy)) for c in chunks]
 
     def _base(self, stage: int, bound: Bound) -> StageBase:
         if (stage, bound) not in self._bases:
@@ -325,7 +327,7 @@ class PolicyCosts:
     @cached_property
     def _plain(self) -> tuple[Times, float]:
         """Times without recompute, and the step."""
-        times = times_of(self._units("nominal", self._fastest)).plus(self._residual)
+        times = times_of(self.units(self._fastest)).plus(self._residual)
         return times, self._step_ms(times)
 
     def _with_times(

@@ -9,7 +9,7 @@ picosecond is far below the resolution of any timer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -107,6 +107,28 @@ class Unit:
         return tuple(getattr(self, column) for column in COLUMNS)
 
 
+class _Recorded:
+    """The shifted records of one kind.
+
+    found: those that the profile has, by choice.
+    """
+
+    def __init__(self, kind: LayerKind, found: dict[LayerPolicy, ChoiceRecord]) -> None:
+        self.kind, self.planned = kind, tuple(found)
+        """The kind, and the choices that have records of their own, groups included."""
+        found = found | {inert: found[choice] for inert, choice in kind.equals.items()}
+        # What was measured without Megatron's own checkpoints says the least that these take.
+        others = {replace(c, rerun_all=True): r for c, r in found.items() if not c.keep}
+        self.records = others | found
+        self.modules = frozenset(module for choice in self.records for module in choice.modules)
+        self.single = tuple(filter(self._of_one_layer, self.planned))
+        """What `CostTable.choices` says."""
+
+    def _of_one_layer(self, choice: LayerPolicy) -> bool:
+        needless = choice.rerun_all and replace(choice, rerun_all=False) in self.planned
+        return choice.group == 1 and choice != WHOLE and not needless
+
+
 @dataclass(frozen=True)
 class CostTable:
     """A profile's records as the planner uses them: with imbalance, at one end of their interval.
@@ -120,40 +142,24 @@ class CostTable:
     bound: Bound = "nominal"
 
     @cached_property
-    def _kinds(self) -> tuple[LayerKind, ...]:
-        owner = {layer: kind for kind in self.profile.kinds for layer in kind.layers}
-        return tuple(owner[layer] for layer in range(self.profile.num_layers))
+    def _of_kinds(self) -> tuple[_Recorded, ...]:
+        """The shifted records of every kind."""
+        return tuple(_Recorded(kind, self._records_of(kind)) for kind in self.profile.kinds)
 
     @cached_property
-    def _records(self) -> dict[str, dict[LayerPolicy, ChoiceRecord]]:
-        """The shifted records of every kind, by its name; those of inert choices come last."""
-        return {kind.name: self._records_of(kind) for kind in self.profile.kinds}
+    def _of_layers(self) -> tuple[_Recorded, ...]:
+        """The shifted records of every layer's kind."""
+        owner = {layer: own for own in self._of_kinds for layer in own.kind.layers}
+        return tuple(owner[layer] for layer in range(self.profile.num_layers))
 
     def _records_of(self, kind: LayerKind) -> dict[LayerPolicy, ChoiceRecord]:
         factor = kind.imbalance_factor(self.percentile)
-        found = {
+        return {
             record.policy: self._shifted(
                 record.at_percentile(self.percentile), 1.0 if record.knows_routing else factor
             )
             for record in kind.choices
         }
-        found |= {inert: found[choice] for inert, choice in kind.equals.items()}
-        # What was measured without Megatron's own checkpoints says the least that these take.
-        others = {replace(c, rerun_all=True): r for c, r in found.items() if not c.keep}
-        return found | {choice: r for choice, r in others.items() if choice not in found}
-
-    @cached_property
-    def _planned(self) -> dict[str, tuple[LayerPolicy, ...]]:
-        """The choices that have records, by kind, groups included."""
-        return {
-            kind.name: tuple(self._records[kind.name])[: len(kind.choices)]
-            for kind in self.profile.kinds
-        }
-
-    @cached_property
-    def _single(self) -> dict[str, tuple[LayerPolicy, ...]]:
-        """What `choices` says, by kind."""
-        return {name: tuple(_of_one_layer(planned)) for name, planned in self._planned.items()}
 
     def _shifted(self, record: ChoiceRecord, factor: float) -> ChoiceRecord:
         shift = SIGN[self.bound] * record.uncertainty_bytes
@@ -168,22 +174,9 @@ class CostTable:
             offload_groups=tuple(_scaled(group, factor) for group in record.offload_groups),
         )
 
-    @cached_property
-    def _equals(self) -> dict[str, dict[LayerPolicy, LayerPolicy]]:
-        """Inert choices and the choices that they equal, by kind."""
-        return {kind.name: kind.equals for kind in self.profile.kinds}
-
-    @cached_property
-    def _modules(self) -> dict[str, frozenset[str]]:
-        """Modules in any record, by kind."""
-        return {
-            name: frozenset(module for choice in records for module in choice.modules)
-            for name, records in self._records.items()
-        }
-
     def record(self, layer: int, choice: LayerPolicy) -> ChoiceRecord | None:
         """The shifted record of one layer's choice; None if the profile has none."""
-        return self._records[self._kinds[layer].name].get(choice.in_time)
+        return self._of_layers[layer].records.get(choice.in_time)
 
     def choices(self, layer: int) -> tuple[LayerPolicy, ...]:
         """The choices of one layer that have records, without groups, in the profile's order.
@@ -191,7 +184,7 @@ class CostTable:
         Whether a layer leaves as a whole is no choice of its own: Megatron moves the first N. Nor
         is to rerun what no backward reads, beside the same choice without.
         """
-        return self._single[self._kinds[layer].name]
+        return self._of_layers[layer].single
 
     def without_dead_work(self, policy: RecomputePolicy) -> RecomputePolicy:
         """The policy that holds the same and, where the profile knows it, reruns nothing that no
@@ -200,7 +193,7 @@ class CostTable:
         pairs = enumerate(zip(policy.layers, plain, strict=True))
         return RecomputePolicy(
             tuple(
-                less if replace(less, group=1) in self._records[self._kinds[layer].name] else choice
+                less if self.record(layer, replace(less, group=1)) else choice
                 for layer, (choice, less) in pairs
             )
         )
@@ -214,8 +207,7 @@ class CostTable:
     @cached_property
     def depth_layers(self) -> int:
         """Layers of the stack inside an MTP depth that the profile has choices for."""
-        kinds = (self._records[name] for name in self._records)
-        return max((choice.inner for records in kinds for choice in records), default=0)
+        return max((c.inner for own in self._of_kinds for c in own.records), default=0)
 
     def what_runs(self, layer: int, choice: LayerPolicy) -> LayerPolicy:
         """What Megatron runs on a layer when a setting is given to all layers.
@@ -225,7 +217,7 @@ class CostTable:
         """
         if choice.granularity != "selective" or self.record(layer, choice) is not None:
             return choice
-        has = self._modules[self._kinds[layer].name]
+        has = self._of_layers[layer].modules
         modules = tuple(module for module in choice.modules if module in has)
         own = replace(choice, modules=modules, offload=()) if modules else NONE
         record = self.record(layer, own)
@@ -234,7 +226,7 @@ class CostTable:
 
     def names(self, layer: int, choice: LayerPolicy) -> frozenset[LayerPolicy]:
         """A choice, and the inert choices that equal it on this layer."""
-        equals = self._equals[self._kinds[layer].name]
+        equals = self._of_layers[layer].kind.equals
         return frozenset([choice, *(inert for inert, other in equals.items() if other == choice)])
 
     def layer(
@@ -259,7 +251,7 @@ class CostTable:
     def _unit_of(self, layer: int, policy: LayerPolicy, received: bool, alone: bool) -> Unit:
         record = self.record(layer, policy)
         if record is None:
-            kind = self._kinds[layer]
+            kind = self._of_layers[layer].kind
             known = ", ".join(r.choice for r in kind.choices)
             raise ProfileError(
                 f"The profile has no record of {policy} for layer {layer} (kind {kind.name!r}, "
@@ -320,7 +312,7 @@ class CostTable:
         its `kept_gradient_bytes`. Raises: as `layer`.
         """
         first, depth = layer == chunk.layers[0], layer == self.profile.model.num_layers
-        alike = self._kinds[layer].name, first, depth, chunk.embedding, chunk.head, choices
+        alike = self._of_layers[layer].kind.name, first, depth, chunk.embedding, chunk.head, choices
         if alike not in self._alike:
             units = [self.layer_in(chunk, layer, choice) for choice in choices]
             kept = np.array([unit.kept_gradient_bytes for unit in units], np.int64)
@@ -410,7 +402,7 @@ class CostTable:
         # Of a group the last layer alone ends with work that nothing reads.
         last = whole if choice.rerun_all else full
         costs[TIMES] = last[TIMES] + whole[TIMES].cumsum(axis=1) - whole[TIMES]
-        once = np.array([_ps(self._kinds[layer].checkpoint_ms) for layer in own.tolist()])
+        once = np.array([_ps(self._of_layers[i].kind.checkpoint_ms) for i in own.tolist()])
         costs[COLUMNS.index("backward_ps")] -= once.cumsum() - once[0]
         self._put_measured(costs, layers, choice)
         return costs
@@ -422,11 +414,11 @@ class CostTable:
         layers = self.profile.model.num_layers
         may = np.zeros(self.profile.num_layers, np.bool_)
         none, full, whole = (np.zeros((len(COLUMNS), len(may)), np.int64) for _ in range(3))
-        for kind in self.profile.kinds:
-            records = self._records[kind.name]
+        for kind in self._of_kinds:
+            records = kind.records
             all_of_it = records.get(FULL.as_megatron)
             found = [records.get(NONE), records.get(FULL, all_of_it), all_of_it]
-            members = np.array([layer for layer in kind.layers if layer < layers], np.int64)
+            members = np.array([layer for layer in kind.kind.layers if layer < layers], np.int64)
             for costs, record in zip((none, full, whole), found, strict=True):
                 if record is not None:
                     costs[:, members] = np.array(_unit("", (), record).costs, np.int64)[:, None]
@@ -436,7 +428,7 @@ class CostTable:
     @cached_property
     def full(self) -> LayerPolicy:
         """What layers have in a group: full, or full+all where no layer has a record of less."""
-        known = any(FULL in records for records in self._records.values())
+        known = any(FULL in own.records for own in self._of_kinds)
         return FULL if known else FULL.as_megatron
 
     def _groupable(self, layers: Ints) -> int:
@@ -450,12 +442,12 @@ class CostTable:
 
     def _put_measured(self, costs: Ints, layers: Sequence[int], like: LayerPolicy) -> None:
         """Overwrite column g - 1 if the whole group is of one kind with a record of `full/g`."""
-        kind = self._kinds[layers[0]]
-        for choice in self._planned[kind.name]:
+        own = self._of_layers[layers[0]]
+        for choice in own.planned:
             group = choice.group
-            same = all(self._kinds[layer] is kind for layer in layers[:group])
+            same = all(self._of_layers[layer] is own for layer in layers[:group])
             if choice == replace(like, group=group) and group <= costs.shape[1] and same:
-                costs[:, group - 1] = _unit("", (), self._records[kind.name][choice]).costs
+                costs[:, group - 1] = _unit("", (), own.records[choice]).costs
 
     def checkpoint(self, layers: Sequence[int], choice: LayerPolicy = FULL) -> Unit:
         """Costs of one checkpoint around all of `layers`, under full or full+all.
@@ -518,13 +510,6 @@ def _counted_once(record: ChoiceRecord) -> ChoiceRecord:
         held_bytes=record.held_bytes - size_bytes,
         backward_transient_bytes=record.backward_transient_bytes + size_bytes,
     )
-
-
-def _of_one_layer(planned: Sequence[LayerPolicy]) -> Iterator[LayerPolicy]:
-    for choice in planned:
-        needless = choice.rerun_all and replace(choice, rerun_all=False) in planned
-        if choice.group == 1 and choice != WHOLE and not needless:
-            yield choice
 
 
 def _scaled(group: OffloadGroup, factor: float) -> OffloadGroup:

@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Ints
-from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.layout import Chunk
-from megatron_autorecompute.planner.cost.peak_memory import stage_base, stage_moments, stage_peak
 from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times, times_of
 from megatron_autorecompute.planner.cost.step_time import finished, step_unit
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
@@ -101,14 +99,10 @@ class _Levels:
         units = [unit for c in reversed(chunks) for unit in _units(problem, policy, c)]
         marked = (_marked(policy, units[:count]) for count in range(len(units) + 1))
         policies, peaks, times = list(marked), list[int](), list[Ints]()
-        base = stage_base(problem.profile, problem.layout, stage, "high")
-        moments = stage_moments(problem.profile, problem.schedule, stage)
         rest = np.stack([self._residual.forward[stage], self._residual.backward[stage]])
         for each in policies:
-            own = [problem.table.chunk_units(chunk, each) for chunk in chunks]
-            columns = [ChunkColumns(*both) for both in zip(chunks, own, strict=True)]
-            peaks.append(stage_peak(base, stage, columns, moments).bytes)
-            found = times_of([own])
+            peaks.append(problem.costs.peak_alone(stage, each).bytes)
+            found = times_of([[problem.table.chunk_units(chunk, each) for chunk in chunks]])
             both = np.maximum(np.concatenate([found.forward, found.backward]) + rest, 0)
             ahead = both[1:] * 0 if found.ahead is None else np.minimum(found.ahead, both[1:])
             times.append(np.concatenate([both, ahead]))

@@ -58,34 +58,24 @@ def undominated(values: Ints | Floats) -> Ints:
     """
     if not len(values):
         return np.zeros(0, np.int64)
-    used = np.flatnonzero(values.min(axis=0) != values.max(axis=0))
-    scale = np.maximum(np.abs(values).max(axis=0), 1.0)
-    order = np.argsort((values / scale).sum(axis=1), kind="stable")
-    own, kept = values[order][:, used], np.zeros(0, np.int64)
+    order = np.lexsort(values.T[::-1])  # others may be beaten by those before alone
+    own, kept = values[order], np.zeros(0, np.int64)
     for start in range(0, len(own), _BLOCK):
         left = np.arange(start, min(start + _BLOCK, len(own)))
         for part in range(0, len(kept), 4 * _BLOCK):
-            left = left[~_is_above(own[left], own[kept[part : part + 4 * _BLOCK]])]
-        kept = np.concatenate([kept, left[_not_above_each_other(own[left])]])
+            some = kept[part : part + 4 * _BLOCK]
+            left = left[~_beaten(own[left], own[some]).any(axis=1)]
+        by_earlier = np.tril(_beaten(own[left], own[left]), -1)
+        kept = np.concatenate([kept, left[~by_earlier.any(axis=1)]])
     return order[kept]
 
 
-def _is_above(points: Ints | Floats, others: Ints | Floats) -> Bools:
-    above = np.ones((len(points), len(others)), np.bool_)
+def _beaten(points: Ints | Floats, others: Ints | Floats) -> Bools:
+    """Which points are by which others, `[point, other]`, lower in nothing."""
+    found = np.ones((len(points), len(others)), np.bool_)
     for column in range(points.shape[1]):
-        above &= others[None, :, column] <= points[:, column, None]
-    return np.asarray(above.any(axis=1))
-
-
-def _not_above_each_other(points: Ints | Floats) -> Ints:
-    """The points that no other is below; the first of equal points stays."""
-    above = np.ones((len(points), len(points)), np.bool_)
-    for column in range(points.shape[1]):
-        above &= points[None, :, column] <= points[:, column, None]
-    np.fill_diagonal(above, False)
-    same = above & above.T
-    dropped = (above & ~same).any(axis=1) | np.tril(same, -1).any(axis=1)
-    return np.flatnonzero(~dropped)
+        found &= others[None, :, column] <= points[:, column, None]
+    return found
 
 
 def nearest(rows: Ints, width: int) -> Ints:
@@ -103,7 +93,8 @@ def nearest(rows: Ints, width: int) -> Ints:
 
 
 def _hull(held: Floats, time: Floats) -> tuple[Floats, Floats]:
-    """The lower hull of time over bytes, falling."""
+    """The lower hull of time over bytes, falling. With the fastest rows in place of those nearest
+    to it, one interleaved step is 0.12% longer."""
     order = np.lexsort((time, held))
     best = order[time[order] <= np.minimum.accumulate(time[order])]
     found: list[tuple[float, float]] = []

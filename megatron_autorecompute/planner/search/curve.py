@@ -121,16 +121,13 @@ def _least_busy(
 def _of_stage(stage: Stage, budgets: Sequence[int]) -> Iterator[StageChoice]:
     """The least busy choices at budgets that fit, the largest first.
 
-    The optimum of a larger budget that fits is the optimum here, too. Nothing is faster here than a
-    larger budget's bound.
+    The optimum of a larger budget that fits is the optimum here, too.
     """
-    found, bound_ps = None, 0
+    found = None
     for budget in budgets:
         if found is None or found.gap or found.peak_bytes > budget:
             found = stage.fastest(budget)
             assert found is not None  # the leanest choices fit
-        bound_ps = max(bound_ps, found.bound_ps)
-        found = replace(found, bound_ps=bound_ps)
         yield found
 
 

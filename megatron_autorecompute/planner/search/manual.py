@@ -9,19 +9,14 @@ layers and not for all. So the best of them is exact.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from operator import itemgetter
-
-import numpy as np
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.megatron_fields import RUNS_FOREVER, has_linear_bias, runs_forever
-from megatron_autorecompute.planner.cost.arrays import Ints
 from megatron_autorecompute.planner.cost.copies import host_link
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
-from megatron_autorecompute.planner.cost.stage_times import residual_times, times_of
-from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import NONE, WHOLE, MegatronStrategy, RecomputePolicy
 
@@ -40,24 +35,41 @@ class ManualStrategy:
 
 
 def best_manual(problem: Problem) -> ManualStrategy | None:
-    """The fastest of `manual_settings` that fits the problem's budgets; None when none does.
+    """The fastest of `manual_settings` that fits the problem's budgets; None when none does."""
+    names: dict[RecomputePolicy, str] = {}
+    for setting, policy in manual_policies(problem):
+        names.setdefault(policy, str(setting))
+    best = fastest_that_fits(problem, _recorded(problem, names))
+    return None if best is None else ManualStrategy(names[best], best, problem.cost(best))
 
-    Equal settings are evaluated once. A setting is skipped if in every chunk its forward and
-    its backward take at least as long as those of a setting that fits, because then its step
-    takes at least as long.
+
+def fastest_that_fits(
+    problem: Problem, policies: Iterable[RecomputePolicy]
+) -> RecomputePolicy | None:
+    """The fastest of some policies that fits; None when none does.
+
+    All are replayed without waits for copies and for the host, which only make a step longer. Then
+    costs of those are worked out that may be the fastest.
     """
-    fitting: list[tuple[ManualStrategy, Ints]] = []
-    for setting, policy, times in _by_time(problem):
-        slower = any((times >= faster).all() for _, faster in fitting)
-        if not slower and may_fit(problem, policy):
-            fitting.append((ManualStrategy(str(setting), policy, problem.cost(policy)), times))
-    return min((own for own, _ in fitting), key=lambda own: own.cost.step_ms, default=None)
+    costs, own = problem.costs, list(policies)
+    costs.replay(own)
+    best: RecomputePolicy | None = None
+    for policy in sorted(own, key=costs.step_ms):
+        least_ms = math.inf if best is None else problem.cost(best).step_ms
+        if costs.step_ms(policy) >= least_ms:
+            break
+        shorter = may_fit(problem, policy) and problem.cost(policy).step_ms < least_ms
+        best = policy if shorter and fits(problem, policy) else best
+    return best
 
 
-def fits(problem: Problem, cost: PolicyCost) -> bool:
-    """Whether the high end of every stage's peak is within its budget."""
+def fits(problem: Problem, policy: RecomputePolicy) -> bool:
+    """Whether the high end of every stage's peak is within its budget, and host memory has room for
+    a device's copies."""
+    cost = problem.cost(policy)
     pairs = zip(cost.stages, problem.budgets, strict=True)
-    return all(own.peak_high_bytes <= budget for own, budget in pairs)
+    within = all(own.peak_high_bytes <= budget for own, budget in pairs)
+    return within and has_room(problem, policy)
 
 
 def may_fit(problem: Problem, policy: RecomputePolicy) -> bool:
@@ -68,28 +80,25 @@ def may_fit(problem: Problem, policy: RecomputePolicy) -> bool:
     )
 
 
-def _by_time(problem: Problem) -> Iterator[tuple[MegatronStrategy, RecomputePolicy, Ints]]:
-    """Settings that differ in effect, each with forward and backward times of every chunk by every
-    clock; the least busy first."""
-    tables = [CostTable(p, problem.imbalance_percentile, "high") for p in problem.costs.clocks]
-    seen, found = set(), []
-    for setting, policy in manual_policies(problem):
-        runs = policy.runs()
-        if runs in seen:
-            continue
-        seen.add(runs)
+def _recorded(problem: Problem, policies: Iterable[RecomputePolicy]) -> Iterator[RecomputePolicy]:
+    """Those of which every layer has a record."""
+    for policy in policies:
         try:
-            times = [times_of(table.units(problem.layout, policy)).both for table in tables]
+            problem.costs.units(policy)
         except (PolicyError, ProfileError):
-            continue  # a layer has no record of it
-        found.append((sum(int(own.sum()) for own in times), setting, policy, np.stack(times)))
-    for _, setting, policy, own in sorted(found, key=itemgetter(0)):
-        yield setting, policy, own
+            continue
+        yield policy
 
 
 def manual_policies(problem: Problem) -> Iterator[tuple[MegatronStrategy, RecomputePolicy]]:
     """The settings that Megatron does not refuse, and their policies."""
-    for setting in manual_settings(problem):
+    return _not_refused(problem, manual_settings(problem))
+
+
+def _not_refused(
+    problem: Problem, settings: Iterable[MegatronStrategy]
+) -> Iterator[tuple[MegatronStrategy, RecomputePolicy]]:
+    for setting in settings:
         try:
             yield setting, manual_policy(problem, setting)
         except PolicyError:
@@ -158,18 +167,10 @@ def settings_of_modules(problem: Problem) -> tuple[RecomputePolicy, ...]:
     choices = [c for k in kinds for c in (*(record.policy for record in k.choices), *k.equals)]
     sets = dict.fromkeys(c.offload for c in choices if c.offload and c != WHOLE)
     plain = [one for one in manual_settings(problem) if not one.recompute_num_layers]
-    found = dict[RecomputePolicy, None]()
-    for setting, offload in itertools.product(plain, sets):
-        try:
-            policy = problem.table.recorded(
-                manual_policy(problem, replace(setting, offload=offload))
-            )
-            if problem.may_be(policy):
-                _busy_ms(problem, policy)
-                found[policy] = None
-        except (PolicyError, ProfileError):
-            continue  # a layer has no record of it
-    return tuple(found)
+    settings = (replace(one, offload=own) for one, own in itertools.product(plain, sets))
+    policies = (problem.table.recorded(own) for _, own in _not_refused(problem, settings))
+    allowed = dict.fromkeys(filter(problem.may_be, policies))
+    return tuple(_recorded(problem, allowed))
 
 
 def settings_of_whole_layers(problem: Problem) -> tuple[RecomputePolicy, ...]:
@@ -191,37 +192,18 @@ def settings_of_whole_layers(problem: Problem) -> tuple[RecomputePolicy, ...]:
     )
 
 
-def fastest_of_modules(problem: Problem) -> RecomputePolicy | None:
-    """Megatron's fastest setting that offloads modules and fits; None where none does."""
-    best: RecomputePolicy | None = None
-    for policy in settings_of_modules(problem):
-        shorter = best is None or _busy_ms(problem, policy) < problem.cost(best).step_ms
-        if not shorter or not may_fit(problem, policy):
-            continue
-        cost = problem.cost(policy)
-        shorter = best is None or cost.step_ms < problem.cost(best).step_ms
-        if shorter and fits(problem, cost) and has_room(problem, policy):
-            best = policy
-    return best
-
-
 def fastest_whole(problem: Problem) -> RecomputePolicy | None:
     """Megatron's fastest `cpu_offloading/N` that fits; None where none does. It is that of the
     fewest layers: where more leave, each must have left sooner, and is asked for later."""
     for policy in settings_of_whole_layers(problem):
-        if may_fit(problem, policy) and fits(problem, problem.cost(policy)):
-            return policy if has_room(problem, policy) else None
+        if may_fit(problem, policy) and fits(problem, policy):
+            return policy
     return None
 
 
 def has_room(problem: Problem, policy: RecomputePolicy) -> bool:
     """Whether a device's copies have room in host memory, on every stage."""
+    if not policy.offloads:
+        return True
     most = host_link(problem.profile).host_bytes
     return all(own.host_bytes <= most for own in problem.cost(policy).stages)
-
-
-def _busy_ms(problem: Problem, policy: RecomputePolicy) -> float:
-    """What the busiest stage computes in a step."""
-    table, layout = problem.table, problem.layout
-    busy = times_of(table.units(layout, policy)).plus(residual_times(table, layout)).busy
-    return problem.schedule.num_microbatches * float(busy.max()) / PS_PER_MS

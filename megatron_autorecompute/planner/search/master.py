@@ -10,8 +10,6 @@ plan, less the budgets' price. The program's tolerance does not matter for this 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +22,7 @@ from megatron_autorecompute.planner.cost.step_time import (
     step_unit,
 )
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
-from megatron_autorecompute.planner.search.stage_plans import StagePlans
+from megatron_autorecompute.planner.search.stage_plans import Mixture, Pools, Program, StagePlans
 from megatron_autorecompute.planner.search.stage_problem import HELD
 
 _GROUPS = 8
@@ -103,22 +101,6 @@ _FEW_STAGES = 32
 """Up to which every stage is tried as the slow one. Without, gaps are up to 1.6% for 0.7%."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Solved:
-    """The answer of the linear program."""
-
-    step: float
-    """The step in ps."""
-    shares: Floats
-    """The shares of paths."""
-    price: list[Floats]
-    """The price of a byte at each moment, by stage."""
-    times: Ints
-    """Fractional ones with residuals, `[direction, stage, chunk]`."""
-    duals: dict[tuple[int, int], float]
-    """The duals by stage and chunk."""
-
-
 class Master:
     """The linear program of one problem.
 
@@ -132,15 +114,14 @@ class Master:
         self.paths: list[Ints] = []
         self._idle: list[int] = []
         self.keys = [(s, c) for s, stage in enumerate(stages) for c in stage.chunks]
-        self.pool: dict[tuple[int, int], list[int]] = {key: [] for key in self.keys}
-        """Plans in the program, by stage and chunk."""
+        self.pools: list[Pools] = [[{} for _ in stage.chunks] for stage in stages]
+        """Plans in the program, by stage."""
         self.bound = 0.0
         """No step is shorter, in ps."""
         lean = self.times([stage.lean for stage in stages])
         self.center = (1 << 62, lean)
         """The shortest step of fractional times, in units, and these times."""
-        self.scale = float(max(1, replay.step(lean))) * replay.unit
-        self.last: Solved | None = None
+        self.last: Mixture | None = None
         for stage, known in enumerate(stages):
             self.put(stage, known.lean)
         self._begin()
@@ -155,9 +136,8 @@ class Master:
 
     def put(self, stage: int, rows: Sequence[int]) -> None:
         """Let the program mix the plans of a stage's chunks."""
-        for chunk, row in enumerate(rows):
-            if row not in self.pool[stage, chunk]:
-                self.pool[stage, chunk].append(int(row))
+        for pool, row in zip(self.pools[stage], rows, strict=True):
+            pool[int(row)] = None
 
     def _begin(self) -> None:
         """Plans of every chunk from the fastest to the leanest, and paths of the fastest."""
@@ -169,9 +149,8 @@ class Master:
                 time, need = rows[:, :HELD].sum(axis=1), rows[:, HELD:].sum(axis=1)
                 steep = np.ptp(time) / max(1.0, float(np.ptp(need)))
                 for price in (0.0, steep / 4, steep, 4 * steep):
-                    self.pool[s, c].append(int(fits[(time + price * need).argmin()]))
-                fastest[s][c] = self.pool[s, c][1]
-                self.pool[s, c] = list(dict.fromkeys(self.pool[s, c]))
+                    self.pools[s][c][int(fits[(time + price * need).argmin()])] = None
+                fastest[s][c] = int(fits[time.argmin()])
         times = self.times(fastest)
         self.center = 1 << 62, times
         paths = self.replay.paths(times)
@@ -193,115 +172,56 @@ class Master:
         self._idle += [0] * len(fresh)
         return len(fresh)
 
-    # --- the program ------------------------------------------------------------------------------
-
-    def solve(self) -> Solved | None:
-        """The program over what is known; None where the solver gives none."""
-        sizes = [len(self.pool[key]) for key in self.keys]
-        starts = np.concatenate([[0], np.cumsum(sizes)])
-        plans, paths = int(starts[-1]), np.array(self.paths, np.float64)
-        fixed = (paths * self.replay.residual).sum(axis=(1, 2, 3)) / self.scale
-        cost = np.hstack([self._lengths(paths), np.full((len(paths), 1), -1.0)])
-        moments, room = self._moments(starts)
-        from scipy.optimize import linprog  # 0.2 s to import
-        from scipy.sparse import csr_array, hstack, vstack
-
-        found = linprog(
-            np.append(np.zeros(plans), 1.0),
-            A_ub=vstack([csr_array(cost), hstack([moments, csr_array((len(room), 1))])]).tocsr(),
-            b_ub=np.concatenate([-fixed, room]),
-            A_eq=csr_array(
-                (np.ones(plans), (np.repeat(np.arange(len(sizes)), sizes), np.arange(plans))),
-                (len(sizes), plans + 1),
-            ),
-            b_eq=np.ones(len(sizes)),
-            method="highs",
-        )
-        if found.x is None:
-            return None
-        return self._read(found.x, found.ineqlin.marginals, found.eqlin.marginals, starts)
-
-    def _lengths(self, paths: Floats) -> Floats:
-        """What plans take on paths, `[path, plan]`."""
-        parts = []
-        for s, c in self.keys:
-            own = self.stages[s].plans[c].rows[self.pool[s, c], :HELD]
-            parts.append(paths[:, :, s, c] @ own.T / self.scale)
-        return np.concatenate(parts, axis=1)
-
-    def _moments(self, starts: Ints) -> tuple[Any, Floats]:
-        """Bytes of plans at all stages' moments as shares of budgets, and the room there."""
-        rows, columns, data = [], [], []
-        first = np.cumsum([0, *(len(stage.room) for stage in self.stages)])
-        for (s, c), start in zip(self.keys, starts.tolist(), strict=False):
-            stage = self.stages[s]
-            load = stage.loads(c, stage.plans[c].rows[self.pool[s, c]]) / stage.budget
-            plan, moment = np.nonzero(load)
-            rows.append(first[s] + moment)
-            columns.append(start + plan)
-            data.append(load[plan, moment])
-        where = np.concatenate(rows), np.concatenate(columns)
-        shape = int(first[-1]), int(starts[-1])
-        room = np.concatenate([stage.room / stage.budget for stage in self.stages])
-        from scipy.sparse import coo_array
-
-        return coo_array((np.concatenate(data), where), shape).tocsr(), room
-
-    def _read(self, x: Floats, duals: Floats, of_chunks: Floats, starts: Ints) -> Solved:
-        number = len(self.paths)
-        shares = np.maximum(-duals[:number], 0)
-        shares = shares / shares.sum() if shares.any() else np.eye(1, number)[0]
-        first = number + np.cumsum([0, *(len(stage.room) for stage in self.stages)])
-        price = [
-            np.maximum(-duals[first[s] : first[s + 1]], 0) * self.scale / stage.budget
-            for s, stage in enumerate(self.stages)
-        ]
-        own = np.zeros((2, *self.replay.residual.shape[1:]))
-        for (s, c), a, b in zip(self.keys, starts.tolist(), starts[1:].tolist(), strict=False):
-            own[:, s, c] = x[a:b] @ self.stages[s].plans[c].rows[self.pool[s, c], :HELD]
-        times = self.replay.times(np.rint(own).astype(np.int64))
-        of_key = dict(zip(self.keys, (of_chunks * self.scale).tolist(), strict=True))
-        return Solved(float(x[-1]) * self.scale, shares, price, times, of_key)
-
     # --- prices and bounds ------------------------------------------------------------------------
 
-    def weights(self, solved: Solved) -> Floats:
-        """How often each event counts, `[direction, stage, chunk]`."""
-        found: Floats = np.tensordot(solved.shares, np.array(self.paths, np.float64), 1)
-        return found
+    def program(self, pools: Sequence[Pools]) -> Program:
+        """The program of some plans, with all known paths."""
+        paths, residual = np.array(self.paths, np.float64), self.replay.residual
+        return Program(self.stages, pools, paths, residual.astype(np.float64))
 
-    def _price_out(self, weights: Floats, solved: Solved) -> tuple[int, float]:
-        """Adds each chunk's cheapest plan; how many are new, and the bound at these prices."""
-        new, total = 0, float((weights * self.replay.residual).sum())
-        size = abs(total)
+    def _bound(self, weights: Floats, solved: Mixture) -> tuple[float, list[Floats]]:
+        """What prices bound every step to, and what figures of plans cost, by stage."""
+        total = float((weights * self.replay.residual).sum())
+        size, prices = abs(total), []
         for s, stage in enumerate(self.stages):
-            prices = stage.prices(weights[:, s], solved.price[s])
-            paid, least = float(solved.price[s] @ stage.room), stage.bounds(prices)
+            prices.append(stage.prices(weights[:, s], solved.price[s]))
+            paid, least = float(solved.price[s] @ stage.room), stage.bounds(prices[s])
             total += float(least.sum()) - paid
             size += float(np.abs(least).sum()) + abs(paid)
-            for c in stage.chunks:
-                own = stage.plans[c].rows[stage.fits[c]] @ prices[c]
-                dual, best = solved.duals[s, c], int(stage.fits[c][own.argmin()])
-                if own.min() < dual - _TOLERANCE * abs(dual) and best not in self.pool[s, c]:
-                    self.pool[s, c].append(best)
-                    new += 1
-        return new, total - SLACK * size
+        return total - SLACK * size, prices
+
+    def left(self, step: float) -> list[Pools]:
+        """The plans with which a step may be shorter than this one, in ps, by stage."""
+        assert self.last is not None
+        bound, prices = self._bound(self.best_weights, self.last)
+        found: list[Pools] = []
+        for stage, own in zip(self.stages, prices, strict=True):
+            found.append([])
+            for plans, fits, one in zip(stage.plans, stage.fits, own, strict=True):
+                costs = plans.rows[fits] @ one
+                near = fits[costs <= costs.min() + step - bound]
+                found[-1].append(dict.fromkeys(near.tolist()))
+        return found
 
     def relax(self, most: int) -> None:
         """Paths and plans in turn, so often at most."""
         for _ in range(most):
-            solved = self.solve()
+            solved = self.program(self.pools).mixture()
             if solved is None:
                 break
             self._idle = [
                 0 if share > 1e-9 else idle + 1
                 for share, idle in zip(solved.shares, self._idle, strict=True)
             ]
-            weights = self.weights(solved)
-            new, bound = self._price_out(weights, solved)
+            weights = np.tensordot(solved.shares, np.array(self.paths, np.float64), 1)
+            bound, prices = self._bound(weights, solved)
+            new = False
+            for s, stage in enumerate(self.stages):
+                new |= stage.grow(self.pools[s], stage.fits, prices[s], solved.duals[s])
             if bound >= self.bound or self.last is None:
                 self.bound, self.last, self.best_weights = max(self.bound, bound), solved, weights
-            fresh = self.cut(solved.times, solved.step)
+            times = self.replay.times(np.rint(solved.times).astype(np.int64))
+            fresh = self.cut(times, solved.step)
             near = self.center[0] * self.replay.unit <= (1 + _CLOSE) * self.bound
             if not new and (not fresh or near):
                 break

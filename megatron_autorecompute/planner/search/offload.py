@@ -28,18 +28,19 @@ from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from megatron_autorecompute.planner.search.manual import (
-    fastest_of_modules,
+    fastest_that_fits,
     fastest_whole,
     fits,
     has_room,
     may_offload,
+    settings_of_modules,
     settings_of_whole_layers,
 )
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.shortest import shortest
 from megatron_autorecompute.planner.search.solution import Solution, proven
 from megatron_autorecompute.planner.search.stage import Less, shrunk
 from megatron_autorecompute.planner.search.stage_problem import OnlyChoices, put_together
+from megatron_autorecompute.planner.search.step import shortest
 from megatron_autorecompute.policy import WHOLE, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, LayerKind, Profile
 from megatron_autorecompute.units import gib
@@ -96,13 +97,9 @@ def _by_modules(
     bound_ms = relaxed.step_evidence.bound_ms or 0.0
     if any(problem.cost(policy).step_ms <= bound_ms for policy in known):
         return bound_ms, [*known]
-    own = fastest_of_modules(problem)
+    own = fastest_that_fits(problem, settings_of_modules(problem))
     found = [*known, *([] if own is None else [own])]
-    found += [
-        policy
-        for policy in spreads(problem, relaxed.policy)
-        if fits(problem, problem.cost(policy)) and has_room(problem, policy)
-    ]
+    found += [policy for policy in spreads(problem, relaxed.policy) if fits(problem, policy)]
     for share in SHARES:
         policy, bounds = _least_mixture(problem, share)
         found += [] if policy is None else [policy]

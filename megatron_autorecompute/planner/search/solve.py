@@ -8,7 +8,6 @@ decided by the other one; that was so in none of 276 random problems.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from megatron_autorecompute.errors import InfeasibleError, OptionError
@@ -16,9 +15,9 @@ from megatron_autorecompute.planner.cost.two_clocks import knows_host, mixed
 from megatron_autorecompute.planner.search.manual import fits, may_offload
 from megatron_autorecompute.planner.search.offload import leanest_whole, shortest_with_offload
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.shortest import shortest
-from megatron_autorecompute.planner.search.solution import Solution, proven
+from megatron_autorecompute.planner.search.solution import Solution, instead, proven
 from megatron_autorecompute.planner.search.stage_problem import put_together
+from megatron_autorecompute.planner.search.step import shortest
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.units import gib, gib_needed
 
@@ -46,8 +45,18 @@ def solve(problem: Problem) -> Solution:
 def try_solve(problem: Problem) -> Solution | None:
     """The solution, or None if nothing fits; for searches that try many problems."""
     if may_offload(problem):
-        return shortest_with_offload(problem)
-    return shortest_of_clocks(problem) if knows_host(problem.profile) else shortest(problem)
+        found = shortest_with_offload(problem)
+    else:
+        search = shortest_of_clocks if knows_host(problem.profile) else shortest
+        found = search(problem)
+    return found and _with_known(problem, found)
+
+
+def _with_known(problem: Problem, found: Solution) -> Solution:
+    """The solution, or a policy that is known, fits and is shorter."""
+    known = [one for one in problem.known if problem.may_be(one) and fits(problem, one)]
+    best = min((found.policy, *known), key=lambda own: problem.cost(own).step_ms)
+    return found if best is found.policy else instead(problem, best, found)
 
 
 def _infeasible(problem: Problem) -> InfeasibleError:
@@ -80,18 +89,19 @@ NEAR = 0.001
 
 def shortest_of_clocks(problem: Problem) -> Solution | None:
     """The best policy found under the problem's budgets, and what is proven of it; None if nothing
-    fits. It is no slower than what is known to fit."""
-    known = filter(problem.may_be, problem.known)
-    best = [policy for policy in known if fits(problem, problem.cost(policy))]
-    bound_ms = 0.0
-    for solution in _solved(problem):
+    fits."""
+    found, bound_ms = list[RecomputePolicy](), 0.0
+    for share in (0.0, 1.0):
+        solution = shortest(_on(problem, share))
+        if solution is None:
+            return None
+        found.append(solution.policy)
         bound_ms = max(bound_ms, solution.step_evidence.bound_ms or 0.0)
-        best = [min((*best, solution.policy), key=lambda own: problem.cost(own).step_ms)]
-        if problem.cost(best[0]).step_ms <= (1 + NEAR) * bound_ms:
+        best = min(found, key=lambda own: problem.cost(own).step_ms)
+        decides = problem.cost(solution.policy).is_host_bound == bool(share)
+        if decides or problem.cost(best).step_ms <= (1 + NEAR) * bound_ms:
             break
-    if not best:
-        return None
-    return proven(problem, best[0], min(bound_ms, problem.cost(best[0]).step_ms))
+    return proven(problem, best, bound_ms)
 
 
 def deciding(problem: Problem) -> Problem:
@@ -103,14 +113,3 @@ def deciding(problem: Problem) -> Problem:
 def _on(problem: Problem, share: float) -> Problem:
     """The problem of one clock: the device's (0) or the host's (1)."""
     return replace(problem, profile=mixed(problem.profile, share))
-
-
-def _solved(problem: Problem) -> Iterator[Solution]:
-    """What is the best by the device's clock, and by the host's."""
-    for share in (0.0, 1.0):
-        solution = shortest(_on(problem, share))
-        if solution is None:
-            return
-        yield solution
-        if problem.cost(solution.policy).is_host_bound == bool(share):
-            return  # the clock for which it is the best decides it

@@ -158,11 +158,7 @@ class Stage:
         """The choices with the lowest peak, at any time."""
         if self.problem.true_peak is None:
             return leanest(self.problem)
-        return arranged(self.problem, self._apart_leanest)
-
-    @cached_property
-    def _apart_leanest(self) -> StageChoice:
-        return leanest(self.problem.apart(0))
+        return arranged(self.problem, leanest(self.problem.apart(0)))
 
     def plans(self, budget: int, added: int = 0) -> StagePlans | None:
         """Its plans under a budget, with bytes added to events of pairs; None where none fit.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +39,7 @@ _COARSE, _FINE = (40, 150), (500, 500)
 _WIDTH = 200
 """Combinations that are kept of the chunks so far."""
 _FINALS = 24
-"""Combinations that are kept of the whole stage, unless they are to be listed in full."""
+"""Combinations that are kept of the whole stage."""
 _NEAR = 1e-4
 """A bound so near is good enough."""
 
@@ -53,6 +54,10 @@ class Listed:
     """Nothing that fits has a lower weighted time."""
     whole: bool
     """Whether nothing was left out that is as good as was asked for."""
+
+
+Pools = list[dict[int, None]]
+"""The plans of every chunk of a stage that a program mixes, in the order in which they came."""
 
 
 class StagePlans:
@@ -81,8 +86,8 @@ class StagePlans:
         self.lean: tuple[int, ...] = tuple(own)
         self.fits = self._fitting()
         """The plans of each chunk that may fit beside the leanest ones of the others."""
-        self.pools = [{row} for row in own]
-        """The plans of each chunk in the linear program."""
+        self.pools: Pools = [{row: None} for row in own]
+        """The plans of each chunk in the linear program of this stage alone."""
         self._known: dict[bytes, Listed] = {}
         """What was listed, by weights whose largest is 1."""
 
@@ -108,7 +113,7 @@ class StagePlans:
         """Let the stage use plans of chunks that fit together."""
         for c, row in enumerate(rows):
             self.fits[c] = np.union1d(self.fits[c], [row])
-            self.pools[c].add(row)
+            self.pools[c][row] = None
 
     def needs(self, rows: Ints) -> Ints:
         """Bytes of whole plans at every moment, `[plan, moment]`."""
@@ -152,17 +157,17 @@ class StagePlans:
 
     def _priced(self, weights: Floats) -> Floats:
         """A price of a byte at each moment, from a linear program over plans of chunks."""
-        price = np.zeros(len(self.room))
-        costs = [self.plans[c].rows[:, :HELD] @ weights[:, c] for c in self.chunks]
-        for c, known in enumerate(self._open()):  # the fastest ones first
-            self.pools[c].add(int(known[costs[c][known].argmin()]))
+        price, path = np.zeros(len(self.room)), weights[None, :, None]
+        known = self._open()
+        for c, rows in enumerate(known):  # the fastest ones first
+            cost = self.plans[c].rows[rows, :HELD] @ weights[:, c]
+            self.pools[c][int(rows[cost.argmin()])] = None
         for _ in range(_PRICINGS):
-            picks = [np.array(sorted(pool), np.int64) for pool in self.pools]
-            solved = self._program(picks, [own[p] for own, p in zip(costs, picks, strict=True)])
-            if solved is None:
+            found = Program([self], [self.pools], path, np.zeros_like(path[0])).mixture()
+            if found is None:
                 break
-            price, duals = solved
-            if not self._more(self.prices(weights, price), duals):
+            price = found.price[0]
+            if not self.grow(self.pools, known, self.prices(weights, price), found.duals[0]):
                 break
         return price
 
@@ -172,37 +177,21 @@ class StagePlans:
             return self.fits
         return [np.arange(len(self.plans[0].rows))]
 
-    def _program(
-        self, picks: Sequence[Ints], costs: Sequence[Floats]
-    ) -> tuple[Floats, Floats] | None:
-        cost = np.concatenate(costs)
-        scale = max(1.0, float(np.abs(cost).max()))
-        load = [self.loads(c, self.plans[c].rows[own]) for c, own in enumerate(picks)]
-        chunk = np.repeat(np.arange(len(picks)), [len(own) for own in picks])
-        from scipy.optimize import linprog  # 0.2 s to import
+    def grow(self, pools: Pools, known: Sequence[Ints], prices: Floats, duals: Floats) -> bool:
+        """Whether chunks know cheaper plans than those in their pools, which get in.
 
-        found = linprog(
-            cost / scale,
-            A_ub=np.concatenate(load).T / self.budget,
-            b_ub=self.room / self.budget,
-            A_eq=(chunk == np.arange(len(picks))[:, None]).astype(np.float64),
-            b_eq=np.ones(len(picks)),
-            method="highs",
-        )
-        if found.x is None:
-            return None
-        price = np.maximum(-found.ineqlin.marginals, 0) * scale / self.budget
-        return price, found.eqlin.marginals * scale
-
-    def _more(self, prices: Floats, duals: Floats) -> bool:
-        """Whether chunks have cheaper plans than those in the linear program, which get in."""
+        Args:
+            pools: what a program mixes, by chunk.
+            known: the plans that may get in, by chunk.
+            prices: what a plan's figures cost, `[chunk, column]`.
+            duals: what the program's mixture of each chunk costs.
+        """
         more = False
-        for c, known in enumerate(self._open()):
-            own = self.plans[c].rows[known] @ prices[c]
-            best = int(known[own.argmin()])
-            if own.min() < duals[c] - _TOLERANCE * abs(duals[c]) and best not in self.pools[c]:
-                self.pools[c].add(best)
-                more = True
+        for c, rows in enumerate(known):
+            own = self.plans[c].rows[rows] @ prices[c]
+            best = int(rows[own.argmin()])
+            if own.min() < duals[c] - _TOLERANCE * abs(duals[c]) and best not in pools[c]:
+                pools[c][best], more = None, True
         return more
 
     def bounds(self, prices: Floats) -> Floats:
@@ -217,28 +206,23 @@ class StagePlans:
 
     # --- the plans of the least weighted time -----------------------------------------------------
 
-    def listed(self, weights: Floats, more: float = 0.0, width: int = _WIDTH) -> Listed:
+    def listed(self, weights: Floats) -> Listed:
         """Plans of about the least weighted time, and a bound on that of all.
 
-        Args:
-            weights: how often each event counts, `[direction, chunk]`.
-            more: by how much longer all that are listed may take; where tables are complete.
-            width: the combinations that are kept of the chunks so far.
+        weights: how often each event counts, `[direction, chunk]`.
         """
-        if more:
-            return self._listed(weights, more, width)
         scale = float(weights.max()) or 1.0
         key = (weights / scale).tobytes()
         if key not in self._known:
-            found = self._listed(weights, 0.0, _WIDTH)
+            found = self._listed(weights)
             self._known[key] = replace(found, bound=found.bound / scale)
         return replace(self._known[key], bound=self._known[key].bound * scale)
 
-    def _listed(self, weights: Floats, more: float, width: int) -> Listed:
+    def _listed(self, weights: Floats) -> Listed:
         price = self._priced(weights)
         if len(self.plans) == 1 and not self.plans[0].table.complete:
             return self._again(weights, price)
-        return self._summed(weights, price, more, width)
+        return self._summed(weights, price)
 
     def bound(self, weights: Floats) -> float:
         """What prices alone say that nothing that fits takes less than, without residual."""
@@ -284,24 +268,20 @@ class StagePlans:
         order = np.lexsort((walk.rows[fits, BACKWARD], time))[:_AGAIN]
         return [self.plans[0].add(walk.policies(int(row))) for row in fits[order]]
 
-    def _summed(self, weights: Floats, price: Floats, more: float, width: int) -> Listed:
+    def _summed(self, weights: Floats, price: Floats) -> Listed:
         costs = [self.plans[c].rows[self.fits[c], :HELD] @ weights[:, c] for c in self.chunks]
-        rows, cut = self.cheapest(costs, price, more, width)
+        rows, cut = self.cheapest(costs, price)
         best = float(self.weighted(weights, rows).min())
         if not all(known.table.complete for known in self.plans):
             return Listed(rows, min(best, self._base(weights, price)), False)
         return Listed(rows, min(best, cut), cut == np.inf)
 
-    def cheapest(
-        self, costs: Sequence[Floats], price: Floats, more: float = 0.0, width: int = _WIDTH
-    ) -> tuple[Ints, float]:
+    def cheapest(self, costs: Sequence[Floats], price: Floats) -> tuple[Ints, float]:
         """Plans that fit and cost the least, `[plan, chunk]`, and no more than is left out costs.
 
         Args:
             costs: the costs of plans that may fit, by chunk.
             price: the price of a byte at each moment, which tells where bytes are short.
-            more: by how much more all that are listed may cost.
-            width: the combinations that are kept of the chunks so far.
         """
         rows, cut = np.array([self.lean]), np.inf
         best = before = float(self._cost(costs, rows).min())
@@ -312,8 +292,8 @@ class StagePlans:
         ]
         spare = [own - own.min() for own in priced]
         base = sum(float(own.min()) for own in priced) - float(price @ self.room)
-        for points, kept in ((_COARSE, width // 8), *[(_FINE, width)] * 3):
-            most = best + more + SLACK * (abs(best) + float(price @ self.room))
+        for points, kept in ((_COARSE, _WIDTH // 8), *[(_FINE, _WIDTH)] * 3):
+            most = best + SLACK * (abs(best) + float(price @ self.room))
             picks = [np.flatnonzero(own <= most - base) for own in spare]
             sums = _Sums(self, costs, price, picks, points)
             found, cut = sums.within(most, kept)
@@ -322,10 +302,10 @@ class StagePlans:
                 break
             rows, before = found, best
             best = min(best, float(self._cost(costs, rows).min()))
-            if kept == width and (cut == np.inf or best >= before * (1 - SLACK)):
+            if kept == _WIDTH and (cut == np.inf or best >= before * (1 - SLACK)):
                 break
         order = np.lexsort((self.peaks(rows), self._cost(costs, rows)))
-        return rows[order if more else order[:_FINALS]], cut
+        return rows[order[:_FINALS]], cut
 
     def _cost(self, costs: Sequence[Floats], rows: Ints) -> Floats:
         """The cost of whole plans."""
@@ -448,3 +428,119 @@ def _first_fitting(costs: Floats, fit: Callable[[Ints], Bools], width: int) -> t
         if len(found) > width:
             return found[:width], float(costs[found[width]])
     return found, np.inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mixture:
+    """The mixture of plans with the shortest step."""
+
+    step: float
+    """The step in ps."""
+    shares: Floats
+    """The shares of paths."""
+    price: list[Floats]
+    """The price of a byte at each moment, by stage."""
+    duals: list[Floats]
+    """What the mixture of each chunk costs at these prices, by stage."""
+    times: Floats
+    """Its times without residuals, `[direction, stage, chunk]`."""
+
+
+class Program:
+    """Plans of chunks whose longest path is to be the shortest, within every stage's budget.
+
+    Args:
+        stages: whose plans they are.
+        pools: the plans of each stage's chunks.
+        paths: how often each event is on some paths, `[path, direction, stage, chunk]`.
+        residual: added to the time of every event, `[direction, stage, chunk]`, ps.
+    """
+
+    def __init__(
+        self, stages: Sequence[StagePlans], pools: Sequence[Pools], paths: Floats, residual: Floats
+    ) -> None:
+        from scipy.sparse import csr_array, vstack  # 0.2 s to import
+
+        self.stages, self.shape = stages, residual.shape
+        self.keys = [(s, c) for s, stage in enumerate(stages) for c in stage.chunks]
+        self.rows = [stages[s].plans[c].rows[list(pools[s][c])] for s, c in self.keys]
+        sizes = list(map(len, self.rows))
+        self.starts = np.concatenate([[0], np.cumsum(sizes)])
+        number, which = int(self.starts[-1]), np.repeat(np.arange(len(sizes)), sizes)
+        parts = zip(self.keys, self.rows, strict=True)
+        lengths = np.hstack([paths[:, :, s, c] @ own[:, :HELD].T for (s, c), own in parts])
+        fixed = (paths * residual).sum(axis=(1, 2, 3))
+        self.scale = max(1.0, float(lengths.max() + fixed.max()))
+        longer = np.hstack([lengths / self.scale, np.full((len(paths), 1), -1.0)])
+        room = np.concatenate([stage.room / stage.budget for stage in stages])
+        self.at_most = vstack([csr_array(longer), self._bytes((len(room), number + 1))]).tocsr()
+        self.room = np.concatenate([-fixed / self.scale, room])
+        ones = np.ones(number), (which, np.arange(number))
+        self.one_each = csr_array(ones, (len(sizes), number + 1))
+        self.costs = np.append(np.zeros(number), 1.0)
+        self.paths = len(paths)
+
+    def _bytes(self, shape: tuple[int, int]) -> Any:
+        """Bytes of plans at all stages' moments, as shares of budgets."""
+        from scipy.sparse import coo_array
+
+        rows, columns, data = [], [], []
+        first = np.cumsum([0, *(len(stage.room) for stage in self.stages)])
+        for (s, c), own, start in zip(self.keys, self.rows, self.starts.tolist(), strict=False):
+            load = self.stages[s].loads(c, own) / self.stages[s].budget
+            plan, moment = np.nonzero(load)
+            rows.append(first[s] + moment)
+            columns.append(start + plan)
+            data.append(load[plan, moment])
+        where = np.concatenate(rows), np.concatenate(columns)
+        return coo_array((np.concatenate(data), where), shape)
+
+    def mixture(self) -> Mixture | None:
+        """The best mixture; None where the solver gives none."""
+        from scipy.optimize import linprog
+
+        found = linprog(
+            self.costs,
+            A_ub=self.at_most,
+            b_ub=self.room,
+            A_eq=self.one_each,
+            b_eq=np.ones(len(self.keys)),
+            method="highs",
+        )
+        if found.x is None:
+            return None
+        duals, scale = np.maximum(-found.ineqlin.marginals, 0), self.scale
+        shares = duals[: self.paths]
+        shares = shares / shares.sum() if shares.any() else np.eye(1, self.paths)[0]
+        ends = np.cumsum([len(stage.room) for stage in self.stages])[:-1]
+        price = [
+            own * scale / stage.budget
+            for own, stage in zip(np.split(duals[self.paths :], ends), self.stages, strict=True)
+        ]
+        ends = np.cumsum([len(stage.plans) for stage in self.stages])[:-1]
+        of_chunks = np.split(found.eqlin.marginals * scale, ends)
+        times = np.zeros(self.shape)
+        mixed = np.split(found.x[:-1], self.starts[1:-1])
+        for (s, c), share, own in zip(self.keys, mixed, self.rows, strict=True):
+            times[:, s, c] = share @ own[:, :HELD]
+        return Mixture(float(found.x[-1]) * scale, shares, price, of_chunks, times)
+
+    def whole(self, nodes: int) -> tuple[float, list[int]] | None:
+        """A bound in ps on what one plan for each chunk takes, and the number of the best one in
+        every chunk's pool; None if the solver needs more than so many nodes."""
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        found = milp(
+            self.costs,
+            constraints=[
+                LinearConstraint(self.at_most, -np.inf, self.room),
+                LinearConstraint(self.one_each, 1, 1),
+            ],
+            integrality=np.append(np.ones(len(self.costs) - 1), 0),
+            bounds=Bounds(0, np.append(np.ones(len(self.costs) - 1), np.inf)),
+            options={"mip_rel_gap": 1e-9, "node_limit": nodes},
+        )
+        if found.x is None or found.status:
+            return None
+        picks = np.split(found.x[:-1], self.starts[1:-1])
+        return found.mip_dual_bound * self.scale, [int(own.argmax()) for own in picks]

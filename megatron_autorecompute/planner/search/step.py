@@ -7,23 +7,30 @@
    the plan with the shortest replayed step, starting from the program's fractional times.
 4. Stages exchange plans while the step gets shorter.
 
-If little is left open, an integer program finds the best of it (`proof`).
+If little is left open, the program in integers finds the best of it. Budgets are met by the high
+end of uncertain figures.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_autorecompute.planner.cost.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost.stage_times import residual_times
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
+from megatron_autorecompute.planner.search.ahead import with_early
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
+from megatron_autorecompute.planner.search.manual import best_manual, fits
 from megatron_autorecompute.planner.search.master import Master, Replay
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solution import Solution, proven
 from megatron_autorecompute.planner.search.stage import Stage, ascending
 from megatron_autorecompute.planner.search.stage_plans import StagePlans
-from megatron_autorecompute.planner.search.stage_problem import HELD, Split
+from megatron_autorecompute.planner.search.stage_problem import HELD, Split, put_together
+from megatron_autorecompute.policy import RecomputePolicy
 
 Chosen = list[tuple[int, ...]]
 """The plans of every stage's chunks."""
@@ -51,15 +58,14 @@ _EXCHANGED = 64
 longer, one by 0.1%."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shortest:
-    """The choices of the shortest step found."""
-
-    splits: list[Split]
-    """`[stage][chunk][position]`"""
-    bound_ps: float
-    proven: bool
-    """Whether none is shorter."""
+_LEFT = 2000
+"""The most plans that may be better of which the integer program takes one for each chunk."""
+_PROGRAMS = 60
+"""Ends the few programs whose paths have no end in sight; half as many or twice as many change no
+answer of 60 random problems, nor do the next one's."""
+_NODES = 20_000
+_TOLERANCE = 1e-7
+"""The solver's tolerance, as a share of the step."""
 
 
 class StepSearch:
@@ -77,9 +83,12 @@ class StepSearch:
         self.stages = [_plans(stage, budget, 0) for stage, budget in pairs]
         """The stages as if nothing ran side by side."""
         self.tight = [
-            plain if stage.problem.true_peak is None else _tight(stage, budget)
+            plain
+            if stage.problem.true_peak is None
+            else _plans(stage, budget, stage.shrunk(budget)[1])
             for plain, (stage, budget) in zip(self.stages, pairs, strict=True)
         ]
+        """With bytes added to events, so that what they list mostly fits truly."""
         self.options: list[dict[tuple[int, ...], None]] = [{} for _ in stages]
         """Plans of every stage that truly fit."""
         self._true: list[dict[tuple[int, ...], tuple[int, ...] | None]] = [{} for _ in stages]
@@ -220,11 +229,44 @@ class StepSearch:
                 rest += found.bound * (1 - SLACK)
         return total + rest
 
-    def answer(self) -> Shortest:
-        """The choices of the shortest step found, and a bound on all."""
-        chosen, proven = self.best[1], self.master.bound > self.best_ps - 1
+    def prove(self) -> None:
+        """Solve the program in integers, of the plans that may make the best step shorter; replay,
+        and add paths, until what is the best on all known paths has no longer one. Only where
+        little is left."""
+        tables = [plans.table for stage in self.stages for plans in stage.plans]
+        if len(tables) > CHUNKS or not all(table.complete for table in tables):
+            return
+        left = self.master.left(self.best_ps)
+        pools = [list(pool) for stage in left for pool in stage]
+        if sum(map(len, pools)) > _LEFT:
+            return
+        for _ in range(_PROGRAMS):
+            found = self.master.program(left).whole(_NODES)
+            if found is None:
+                return
+            bound, picks = found
+            self._bound(bound * (1 - _TOLERANCE))
+            rows = iter([pool[at] for pool, at in zip(pools, picks, strict=True)])
+            tried = [np.array([[next(rows) for _ in own]]) for own in left]
+            fitting = [self.put(s, own[self.stages[s].fit(own)]) for s, own in enumerate(tried)]
+            if not all(fitting):
+                return
+            chosen = [own[0] for own in fitting]
+            times = self.master.times(chosen)
+            step = self.replay.step(times)
+            self.best = min(self.best, (step, chosen), key=lambda own: own[0])
+            if self.best_ps <= bound * (1 + 1e-8) + 2:
+                self._bound(float(self.best_ps))
+                return
+            if not self.master.know(self.replay.paths(times)):
+                return
+
+    def answer(self) -> tuple[list[Split], float, bool]:
+        """The choices of the shortest step found, `[stage][chunk][position]`; a bound on all, in
+        ps; and whether none is proven to be shorter."""
+        chosen, shown = self.best[1], self.master.bound > self.best_ps - 1
         splits = [stage.choices(rows) for stage, rows in zip(self.stages, chosen, strict=True)]
-        return Shortest(splits, min(self.master.bound, float(self.best_ps)), proven)
+        return splits, min(self.master.bound, float(self.best_ps)), shown
 
     # --- rounding ---------------------------------------------------------------------------------
 
@@ -242,8 +284,8 @@ class StepSearch:
         price, target = self.master.last.price[stage], self.master.center[1][:, stage]
         mean = strength * max(float(weights[:, stage].mean()), float(weights.mean()))
         costs = []
-        for c, fits in enumerate(tight.fits):
-            own = tight.plans[c].rows[fits, :HELD]
+        for c, known in enumerate(tight.fits):
+            own = tight.plans[c].rows[known, :HELD]
             over = own + self.replay.residual[:, stage, c] - target[:, c]
             far = np.maximum(over, 0).sum(axis=1) + 0.02 * own.sum(axis=1)
             costs.append(own @ weights[:, stage, c] + mean * far)
@@ -328,11 +370,56 @@ def _plans(stage: Stage, budget: int, added: int) -> StagePlans:
     return found
 
 
-def _tight(stage: Stage, budget: int) -> StagePlans:
-    """The search with bytes added to events, so that its answers mostly fit truly."""
-    return _plans(stage, budget, stage.shrunk(budget)[1])
-
-
 def sum_of(weights: Ints, times: Ints) -> int:
     """The sum of products, of any size."""
     return sum(w * t for w, t in zip(weights.ravel().tolist(), times.ravel().tolist(), strict=True))
+
+
+def shortest(problem: Problem) -> Solution | None:
+    """The best policy under the problem's budgets; None if nothing fits."""
+    pairs = zip(problem.stages.leanest, problem.budgets, strict=True)
+    if any(choice.peak_bytes > budget for choice, budget in pairs):
+        return None
+    found = _searched(problem)
+    return with_early(problem, found) if problem.may_begin_early else found
+
+
+def _searched(problem: Problem) -> Solution:
+    """The result of the search; it does not depend on earlier searches.
+
+    It begins with the choices that are the least busy, those with the lowest peaks, and the best of
+    Megatron's own settings that fits.
+    """
+    stages, budgets = problem.stages.all, problem.budgets
+    least_busy = [own.afresh(budget) for own, budget in zip(stages, budgets, strict=True)]
+    search = StepSearch(_replay(problem), stages, budgets)
+    search.start([choice.policies for choice in least_busy if choice is not None])
+    search.start([choice.policies for choice in problem.stages.leanest])
+    if not search.begin():
+        manual = best_manual(problem)
+        simple = manual and problem.table.without_dead_work(manual.policy)
+        if simple and problem.may_be(simple):
+            search.start(_splits(problem, simple))
+        if not search.go_on():
+            search.prove()
+    splits, bound_ps, shown = search.answer()
+    policy = put_together(problem.layout, splits)
+    cost = problem.cost(policy)
+    if not fits(problem, policy):
+        raise AssertionError(f"a plan was found that exceeds its budgets: {policy.format()}")
+    return proven(problem, policy, cost.step_ms if shown else bound_ps / PS_PER_MS)
+
+
+def _splits(problem: Problem, policy: RecomputePolicy) -> list[Split]:
+    own = problem.table.recorded(policy).layers
+    return [
+        tuple(tuple(own[layer] for layer in chunk.layers) for chunk in chunks)
+        for chunks in problem.layout.stages
+    ]
+
+
+def _replay(problem: Problem) -> Replay:
+    residual = residual_times(problem.table, problem.layout).both
+    # Of the leanest choices, with room: others may be slower, and one stage at a time is slowed.
+    most_ps = sum(choice.time_ps for choice in problem.stages.leanest) * 4.0
+    return Replay(problem.schedule, residual, most_ps + float(np.maximum(residual, 0).sum()))

@@ -23,7 +23,6 @@ from megatron_autorecompute.planner.cost.layout_flags import (
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.solution import Solution
 from megatron_autorecompute.planner.search.solve import try_solve
 from megatron_autorecompute.policy import FULL, NONE
 from megatron_autorecompute.profile import (
@@ -55,12 +54,6 @@ class Change:
     """The job's or Megatron's settings that make it, by name; none for another choice."""
 
 
-def _change(
-    text: str, solution: Solution | None, settings: Mapping[str, object] | None = None
-) -> Change | None:
-    return Change(text, solution.cost.step_ms, settings or {}) if solution else None
-
-
 def cheapest_changes(problem: Problem, most: int = 3) -> tuple[Change, ...]:
     """Up to three changes, each alone, with which a plan fits; the fastest step first.
 
@@ -75,43 +68,46 @@ def cheapest_changes(problem: Problem, most: int = 3) -> tuple[Change, ...]:
     found: list[Change] = []
     for proposal in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages, _more_tp):
         try:
-            change = proposal(problem)
+            changes = (_solved(*proposed) for proposed in proposal(problem))
+            found += itertools.islice(filter(None, changes), 1)
         except (InfeasibleError, PipelineError, ProfileError, PolicyError):
             continue  # this change does not fit, or the profile does not say
-        if change is not None:
-            found.append(change)
     return tuple(sorted(found, key=lambda change: change.step_ms)[:most])
 
 
-def _smaller_micro_batch(problem: Problem) -> Change | None:
+def _solved(text: str, changed: Problem, settings: Mapping[str, object]) -> Change | None:
+    solution = try_solve(changed)
+    return Change(text, solution.cost.step_ms, settings) if solution else None
+
+
+Proposals = Iterator[tuple[str, Problem, Mapping[str, object]]]
+"""What changes, the problem with it, and the settings that make it; the first that fits counts."""
+
+
+def _smaller_micro_batch(problem: Problem) -> Proposals:
     size = problem.profile.parallelism.micro_batch_size
     for smaller in sorted((d for d in range(1, size) if size % d == 0), reverse=True):
-        schedule = replace(
-            problem.schedule, num_microbatches=problem.schedule.num_microbatches * size // smaller
-        )
         profile = _scaled(problem.profile, smaller / size, static=1.0, state=1.0)
-        solution = try_solve(replace(problem, profile=profile, schedule=schedule))
-        if solution:
-            text = f"micro-batch size {smaller} instead of {size} (scaled, not measured)"
-            return _change(text, solution, {"micro_batch_size": smaller})
-    return None
+        schedule = _repeated(problem.schedule, size // smaller)
+        text = f"micro-batch size {smaller} instead of {size} (scaled, not measured)"
+        changed = replace(problem, profile=profile, schedule=schedule)
+        yield text, changed, {"micro_batch_size": smaller}
 
 
-def _full_recompute(problem: Problem) -> Change | None:
+def _full_recompute(problem: Problem) -> Proposals:
     profile = problem.profile
     lacking = [k for k in profile.kinds if k.record(FULL) is None and k.record(NONE)]
     only = problem.only and problem.only.and_also(FULL)
     if not lacking and only == problem.only:
-        return None
+        return
     kinds = tuple(
         _with_full(kind, profile.boundary_bytes) if kind in lacking else kind
         for kind in profile.kinds
     )
     allowed = None if only is None else only.texts()
     wider = replace(problem, profile=replace(profile, kinds=kinds), allowed=allowed)
-    solution = try_solve(wider)
     names = ", ".join(kind.name for kind in lacking) or "all kinds"
-    return _change(f"full recompute as a choice for {names}", solution)
+    yield f"full recompute as a choice for {names}", wider, {}
 
 
 def _with_full(kind: LayerKind, boundary_bytes: int) -> LayerKind:
@@ -134,21 +130,19 @@ def _with_full(kind: LayerKind, boundary_bytes: int) -> LayerKind:
     return replace(kind, choices=(*kind.choices, full))
 
 
-def _other_layout(problem: Problem) -> Change | None:
-    """The nearest layout that fits; `search_layout` finds the fastest one, and takes longer."""
+def _other_layout(problem: Problem) -> Proposals:
+    """The nearest layouts; `search_layout` finds the fastest one, and takes longer."""
     if problem.layout.num_stages == 1 or problem.profile.model.encoder_layers:
-        return None
+        return
     profile = problem.profile
     work = profile.num_layers * max(len(kind.choices) for kind in profile.kinds)
     for layout in itertools.islice(_nearest(problem.layout), 1 + _MOST_WORK // work):
-        same = layout == problem.layout  # whose stages are searched already
-        solution = try_solve(problem if same else replace(problem, layout=layout, known=()))
-        if solution and not same:
-            flags = layout_flags(layout, pattern_of_job(problem.profile.model.facts))
+        if layout != problem.layout:
+            flags = layout_flags(layout, pattern_of_job(profile.model.facts))
             text = " ".join(f"{name} {value}" for name, value in flags.items())
             settings = {FIELDS[name]: value for name, value in flags.items()}
-            return _change(f"another layout: {text}", solution, settings)
-    return None
+            changed = replace(problem, layout=layout, known=())
+            yield f"another layout: {text}", changed, settings
 
 
 def _nearest(asked: Layout) -> Iterator[Layout]:
@@ -166,39 +160,36 @@ def _nearest(asked: Layout) -> Iterator[Layout]:
             yield layout
 
 
-def _more_stages(problem: Problem) -> Change | None:
+def _more_stages(problem: Problem) -> Proposals:
     model, layout = problem.profile.model, problem.layout
     if model.encoder_layers:
-        return None
+        return
     stages = 2 * layout.num_stages
     wider = Layout.from_flags(
         model.num_layers, stages, layout.num_chunks, mtp_num_layers=model.mtp_num_layers
     )
     times = _times_microbatches(problem)
     schedule = replace(_repeated(problem.schedule, times), num_stages=stages)
-    profile = _scaled(problem.profile, 1.0, static=1.0, state=times)
     moved = replace(
         problem,
-        profile=profile,
+        profile=_scaled(problem.profile, 1.0, static=1.0, state=times),
         layout=wider,
         schedule=replace(schedule, microbatch_group_size=None),
         budget=max(problem.budgets),
         known=(),
     )
     text = f"{stages} pipeline stages instead of {stages // 2}{_where(times)}"
-    settings = {"pipeline_model_parallel_size": stages, **_gpus(problem, times)}
-    return _change(text, try_solve(moved), settings)
+    yield text, moved, {"pipeline_model_parallel_size": stages, **_gpus(problem, times)}
 
 
-def _more_tp(problem: Problem) -> Change | None:
+def _more_tp(problem: Problem) -> Proposals:
     times = _times_microbatches(problem)
     profile = _scaled(problem.profile, 0.5, static=0.5, state=0.5 * times)
-    schedule = _repeated(problem.schedule, times)
-    solution = try_solve(replace(problem, profile=profile, schedule=schedule))
-    size = problem.profile.parallelism.tensor_parallel
-    text = f"tensor parallelism {2 * size} instead of {size}{_where(times)} (halved, not measured)"
-    settings = {"tensor_model_parallel_size": 2 * size, **_gpus(problem, times)}
-    return _change(text, solution, settings)
+    changed = replace(problem, profile=profile, schedule=_repeated(problem.schedule, times))
+    size = 2 * problem.profile.parallelism.tensor_parallel
+    where = _where(times)
+    text = f"tensor parallelism {size} instead of {size // 2}{where} (halved, not measured)"
+    yield text, changed, {"tensor_model_parallel_size": size, **_gpus(problem, times)}
 
 
 def _times_microbatches(problem: Problem) -> int:
