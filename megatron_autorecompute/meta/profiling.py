@@ -327,11 +327,12 @@ def with_inert(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """
     modules = sorted(set[str]().union(*map(_modules, kinds)) - set(OWN_MODULES))
     sizes = range(1, len(modules) + 1)
-    choices = [
+    sets = [
         LayerPolicy("selective", chosen)
         for size in sizes
         for chosen in itertools.combinations(modules, size)
     ]
+    choices = [*sets, *(replace(each, rerun_all=True) for each in sets if each.has_dead_work)]
     return tuple(replace(kind, inert=kind.inert | _equals(kind, choices)) for kind in kinds)
 
 
@@ -341,7 +342,8 @@ def _equals(kind: LayerKind, choices: Sequence[LayerPolicy]) -> dict[str, str]:
     inert = {}
     for choice in choices:
         here = tuple(module for module in choice.modules if module in own)
-        equal = kind.record(LayerPolicy("selective", here) if here else NONE)
+        less = LayerPolicy("selective", here) if here else NONE
+        equal = kind.record(replace(less, rerun_all=choice.rerun_all)) or kind.record(less)
         if equal is not None and kind.record(choice) is None:
             inert[str(choice)] = equal.choice
     return inert

@@ -175,6 +175,9 @@ def test_mlp_is_inert_on_a_moe_layer():
     assert dense.record("selective[mlp]").held_bytes < dense.record("none").held_bytes
     assert moe.inert["selective[mlp]"] == "none"
     assert moe.inert["selective[layernorm+mlp]"] == "selective[layernorm]"
+    # What Megatron itself runs of a list for all layers, dead work included.
+    assert moe.inert["selective[mlp+moe]+all"] == "selective[moe]+all"
+    assert dense.inert["selective[mlp+moe]+all"] == "selective[mlp]+all"
 
 
 @pytest.mark.any_version

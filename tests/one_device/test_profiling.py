@@ -287,7 +287,7 @@ SMALL = {
     "v_head_dim": 16,
     "num_moe_experts": 16,
     "moe_ffn_hidden_size": 64,
-    "moe_shared_expert_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 32,
     "moe_layer_freq": [0, 1, 1, 1],
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
