@@ -58,7 +58,9 @@ def undominated(values: Ints | Floats) -> Ints:
     """
     if not len(values):
         return np.zeros(0, np.int64)
-    order = np.lexsort(values.T[::-1])  # others may be beaten by those before alone
+    scale = np.maximum(np.abs(values).max(axis=0), 1.0)
+    # Others are beaten by those before alone, and most by the first ones.
+    order = np.argsort((values / scale).sum(axis=1), kind="stable")
     own, kept = values[order], np.zeros(0, np.int64)
     for start in range(0, len(own), _BLOCK):
         left = np.arange(start, min(start + _BLOCK, len(own)))
