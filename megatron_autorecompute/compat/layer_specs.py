@@ -42,6 +42,7 @@ def local_spec() -> Any:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm as Norm
 
     modules = {
+        "TELinear": ColumnParallelLinear,
         "TEColumnParallelLinear": ColumnParallelLinear,
         "TELayerNormColumnParallelLinear": ColumnParallelLinear,
         "TERowParallelLinear": RowParallelLinear,
