@@ -16,7 +16,9 @@ from megatron_autorecompute.meta.meta_step import in_processes
 pytestmark = pytest.mark.any_version
 
 PROGRAM = """
+import signal
 from megatron_autorecompute.meta.meta_step import in_processes
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so does what it starts
 print("ready", flush=True)
 try:
     in_processes(exec, ["print('running', flush=True); import time; time.sleep(600)"] * 3)
