@@ -390,7 +390,7 @@ NO_TE = ["selective[ln_out]"]
     ("case", "lacks"),
     [
         (cases.DENSE, NO_EXPERTS + NO_TE),
-        (cases.MOE, ["selective[mlp_act]", *NO_TE]),
+        (cases.MOE, NO_TE),
         (cases.MLA, NO_EXPERTS + NO_TE),
     ],
 )
