@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Ints
+from megatron_autorecompute.planner.cost import Ints
 from megatron_autorecompute.planner.cost.schedule import Schedule
 
 _INPUT, _INPUT_GRADIENT, _OUTPUT, _GRADIENT, _SENT = range(5)

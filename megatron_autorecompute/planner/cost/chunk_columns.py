@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Ints
+from megatron_autorecompute.planner.cost import Ints
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.schedule import Direction
 from megatron_autorecompute.planner.cost.unit_costs import OUTSIDE, Unit

@@ -37,7 +37,7 @@ from itertools import accumulate
 import numpy as np
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.cost.arrays import Ints
+from megatron_autorecompute.planner.cost import Ints
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.slots import block, num_slots
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit

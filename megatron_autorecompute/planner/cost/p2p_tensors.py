@@ -22,7 +22,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_autorecompute.planner.cost.arrays import Ints
+from megatron_autorecompute.planner.cost import Ints
 from megatron_autorecompute.planner.cost.bound_tensors import BoundTensors
 from megatron_autorecompute.planner.cost.schedule import Direction, Schedule
 from megatron_autorecompute.profile import Deferred

@@ -21,8 +21,7 @@ from operator import mul
 import numpy as np
 
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.planner.cost import overlap, p2p_tensors
-from megatron_autorecompute.planner.cost.arrays import Ints
+from megatron_autorecompute.planner.cost import Ints, overlap, p2p_tensors
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.copies import StageCopies
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout

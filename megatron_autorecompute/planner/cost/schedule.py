@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.cost.arrays import Bools
+from megatron_autorecompute.planner.cost import Bools
 from megatron_autorecompute.planner.cost.layout import Layout, check_at_least, check_chunks
 
 Direction = Literal["forward", "backward"]

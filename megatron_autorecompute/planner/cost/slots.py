@@ -22,7 +22,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Bools, Ints
+from megatron_autorecompute.planner.cost import Bools, Ints
 from megatron_autorecompute.planner.cost.schedule import Schedule
 
 _NOTHING_CAME = -(1 << 62)

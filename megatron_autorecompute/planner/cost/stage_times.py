@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Ints
+from megatron_autorecompute.planner.cost import Ints
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.planner.cost.peak_memory import stage_base
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable, Unit

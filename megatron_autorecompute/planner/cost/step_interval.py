@@ -21,7 +21,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost import Floats, Ints
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.cost.schedule import Schedule

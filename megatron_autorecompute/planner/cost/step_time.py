@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.cost.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost import Floats, Ints
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.slots import Block, Steady, block, lookback, num_slots
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS

@@ -20,7 +20,7 @@ from functools import reduce
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Floats
+from megatron_autorecompute.planner.cost import Floats
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.stage_times import Times, times_of
 from megatron_autorecompute.planner.cost.step_time import replay_ms

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_autorecompute.block_names import ENCODER
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.planner.cost.arrays import Bools, Ints
+from megatron_autorecompute.planner.cost import Bools, Ints
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.policy import FULL, NONE, WHOLE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import (

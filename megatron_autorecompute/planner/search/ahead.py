@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Ints
+from megatron_autorecompute.planner.cost import Ints
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times, times_of
 from megatron_autorecompute.planner.cost.step_time import finished, step_unit

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Bools, Floats, Ints
+from megatron_autorecompute.planner.cost import Bools, Floats, Ints
 from megatron_autorecompute.planner.search.stage_problem import (
     BACKWARD,
     BACKWARD_PS,

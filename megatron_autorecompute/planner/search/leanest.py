@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Bools, Ints
+from megatron_autorecompute.planner.cost import Bools, Ints
 from megatron_autorecompute.planner.search.stage_problem import (
     BACKWARD,
     FORWARD,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost import Floats, Ints
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.step_time import (
     critical_paths,

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_autorecompute.errors import PipelineError, ProfileError
-from megatron_autorecompute.planner.cost.arrays import Floats, Ints
+from megatron_autorecompute.planner.cost import Floats, Ints
 from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import (

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.arrays import Bools, Floats, Ints
+from megatron_autorecompute.planner.cost import Bools, Floats, Ints
 from megatron_autorecompute.planner.search.chunk_plans import SLACK, Plans, Priced, Pruned, Walk
 from megatron_autorecompute.planner.search.stage_problem import (
     BACKWARD,

@@ -18,7 +18,7 @@ from itertools import groupby
 import numpy as np
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
-from megatron_autorecompute.planner.cost.arrays import Bools, Ints
+from megatron_autorecompute.planner.cost import Bools, Ints
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment
 from megatron_autorecompute.planner.cost.peak_memory import StageBase, turned
