@@ -291,7 +291,8 @@ class Pruned:
         """The cheapest, some of them of every size."""
         cost = self._before[place] + rows @ self.priced.prices
         kept = np.flatnonzero(cost <= self.limit)
-        kept = kept[np.lexsort((runs[kept], cost[kept]))]
+        alike = np.rint(cost[kept] / (SLACK * abs(self.limit)))
+        kept = kept[np.lexsort((runs[kept], alike))]
         kept = self._at_most(rows, cost, different(rows, kept), 6 * self.width)
         points = np.column_stack([rows[kept, :HELD] @ self.weights, rows[kept, HELD:]])
         return self._at_most(rows, cost, kept[np.sort(undominated(points))], self.width)
