@@ -165,3 +165,11 @@ def _says(
 def _leading(policy: RecomputePolicy, chunk: Sequence[int], choice: LayerPolicy) -> int:
     others = (at for at, index in enumerate(chunk) if policy.layers[index] != choice)
     return next(others, len(chunk))
+
+
+def names_of(value: Any) -> list[str]:
+    """The names in a list of parts of layers: as text with commas, as names, or as the members of
+    an enumeration that Megatron's configs make of them."""
+    if isinstance(value, str):
+        return value.replace(",", " ").strip("[] ").split()
+    return [str(getattr(each, "name", each)) for each in value or ()]

@@ -36,14 +36,6 @@ def graph_fields(implementation: str, modules: Sequence[str]) -> dict[str, Any]:
     return {"cuda_graph_impl": implementation, "cuda_graph_scope": list(modules)}
 
 
-def names_of(modules: Any) -> list[str]:
-    """The names of parts of layers, of a config's field as Megatron has it before or after it has
-    read it: text, a list of names, or members of an enumeration."""
-    if isinstance(modules, str):
-        return modules.replace(",", " ").strip("[] ").split()
-    return [getattr(each, "name", str(each)) for each in modules or ()]
-
-
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
     """In this block Megatron's modules take the paths that they take while graphs are captured."""

@@ -18,8 +18,8 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAlltoAllTokenDispatcher,
 )
 
-from megatron_autorecompute.compat import graph_fields
 from megatron_autorecompute.compat.untyped import Layer
+from megatron_autorecompute.megatron_fields import names_of
 from megatron_autorecompute.policy import OWN_MODULES
 
 
@@ -88,7 +88,7 @@ def why_none(config: Any, module: str | None = None) -> str | None:
 
 def _is_beside_graphs(config: Any, module: str | None) -> bool:
     fields = ("cuda_graph_modules", "cuda_graph_scope")
-    names = next(filter(None, (graph_fields.names_of(_field(config, each)) for each in fields)), [])
+    names = next(filter(None, (names_of(_field(config, each)) for each in fields)), [])
     of_parts = _field(config, "cuda_graph_impl") == "transformer_engine" and names
     if not of_parts or module not in _CAPTURED_WITH:
         return False

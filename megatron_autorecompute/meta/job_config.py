@@ -23,6 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import corrections, described, shown_name
+from megatron_autorecompute.megatron_fields import names_of
 from megatron_autorecompute.profile import MOST_LAYERS
 
 MOST_RANKS = 1 << 20
@@ -199,12 +200,6 @@ class GraphScope:
     def of_layers(self) -> bool:
         """Whether layers, or parts of them, are graphs."""
         return self.implementation in ("local", "transformer_engine")
-
-
-def names_of(value: Any) -> list[str]:
-    """The names of a scope, which Megatron takes as a list, or in one text with commas."""
-    names = value.replace(",", " ").strip("[] ").split() if isinstance(value, str) else value or []
-    return [str(name) for name in names]
 
 
 def wrong_scope(config: Mapping[str, Any]) -> list[str]:

@@ -1032,6 +1032,7 @@ def test_the_fused_operators_of_an_mlp_refuse_what_would_skip_a_part_of_them():
         (["attn", "moe_router", "moe_preprocess"], {"experts"}),
         (["attn", "mlp"], {"experts", "moe+keep[dispatch]"}),
         (["attn", "moe"], set()),
+        ("attn,moe", set()),  # as a config has it that Megatron has not read yet
         ([], set()),
     ],
 )
