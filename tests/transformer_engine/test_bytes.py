@@ -97,25 +97,41 @@ def job(config):
     }
 
 
-WITH_LN_OUT = """
-from megatron_autorecompute.compat import layer_parts
+PROGRAM = """
+import sys
 from megatron_autorecompute.cli import main
-layer_parts.worth_recomputing = lambda layer: ["ln_out", "qkv"]
-raise SystemExit(main())
+from megatron_autorecompute.compat import layer_parts
+modules, *paths = sys.argv[1:]
+if modules:
+    layer_parts.worth_recomputing = lambda layer: modules.split("+")
+for path in paths:
+    if main(["estimate", path, "--gpu", "h100-80gb", "-o", path + ".profile.json"]):
+        raise SystemExit(path)
 """
 
 
-def estimated(description, folder, program=("-m", "megatron_autorecompute")):
-    path, output = folder / "job.yaml", folder / "p.json"
-    path.write_text(yaml.safe_dump(description))
+def estimated(names, folder, modules=""):
+    """The profiles of these jobs; in one process, whose start takes longer than an estimate."""
+    paths = {name: folder / f"{number}.yaml" for number, name in enumerate(names)}
+    for name, path in paths.items():
+        path.write_text(yaml.safe_dump(job(CONFIGS[name])))
     searched = [p for p in sys.path if "transformer-engine" not in p]
-    command = [sys.executable, *program, "estimate", str(path)]
     subprocess.run(
-        [*command, "--gpu", "h100-80gb", "-o", str(output)],
+        [sys.executable, "-c", PROGRAM, modules, *map(str, paths.values())],
         check=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(searched)},
     )
-    return Profile.load(output)
+    return {name: Profile.load(f"{path}.profile.json") for name, path in paths.items()}
+
+
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory):
+    return estimated(CONFIGS, tmp_path_factory.mktemp("jobs"))
+
+
+@pytest.fixture(scope="module")
+def profiles_of_norms(tmp_path_factory):
+    return estimated(FUSED, tmp_path_factory.mktemp("jobs"), "ln_out+qkv")
 
 
 def run(description):
@@ -139,9 +155,8 @@ def differences(found, predicted):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_layers_hold_what_transformer_engines_python_saves(name, tmp_path):
-    description = job(CONFIGS[name])
-    assert differences(run(description), estimated(description, tmp_path)) == {}
+def test_layers_hold_what_transformer_engines_python_saves(name, profiles):
+    assert differences(run(job(CONFIGS[name])), profiles[name]) == {}
 
 
 ROW = 64 * 2 * 2
@@ -155,11 +170,11 @@ FUSED = {
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_outputs_of_fused_norms_are_not_held(name, tmp_path, monkeypatch):
-    description, (attention, mlp) = job(CONFIGS[name]), FUSED[name]
+def test_outputs_of_fused_norms_are_not_held(name, profiles_of_norms, monkeypatch):
+    attention, mlp = FUSED[name]
     monkeypatch.setattr(layer_parts, "worth_recomputing", lambda layer: ["ln_out", "qkv"])
-    found = run(description)
-    assert differences(found, estimated(description, tmp_path, ("-c", WITH_LN_OUT))) == {}
+    found = run(job(CONFIGS[name]))
+    assert differences(found, profiles_of_norms[name]) == {}
     held = {str(r.choice): r.held_bytes for r in found.kinds[0].choices}
     assert held["none"] - held["selective[ln_out]"] == attention + mlp
     # What lies inside another module runs again with it.
