@@ -40,7 +40,6 @@ from megatron_autorecompute.meta.meta_step import (
     applied,
     build_chunks,
     build_gpt,
-    build_hybrid,
     kept_between_steps,
     meta_config,
     trace_step,
@@ -170,7 +169,7 @@ def run_stage(
         parameters = [p for model in models for p in model.parameters()]
         add_main_gradients(parameters, dummies=job.makes_dummies)
         with applied(policy, models):
-            return trace_step(models, shape, torch.device("meta"), step)
+            return trace_step(models, shape, step)
 
 
 @contextlib.contextmanager
@@ -412,19 +411,9 @@ def build_chunk(
 ) -> torch.nn.Module:
     """One chunk of the job's model, as `meta_step.Build`.
 
-    spec: the spec of a HybridModel's layers; without, they are stand-ins.
+    spec: the spec of a HybridModel's layers; without, they are stand-ins, or Megatron's local ones.
     """
     local = job.transformer_impl == "local"
-    if local and job.pattern is not None:
-        raise OptionError(
-            f"{job.name}: transformer_impl local with hybrid_layer_pattern: Megatron builds the "
-            "layers of hybrid models with Transformer Engine only. Use transformer_engine."
-        )
-    if local and (job.lora_rank or job.precision != "bf16"):
-        raise OptionError(
-            f"{job.name}: transformer_impl local with lora_rank {job.lora_rank} and precision "
-            f"{job.precision}: both need the stand-ins. Use transformer_engine."
-        )
     ends: dict[str, Any] = {
         # YaRN's angles have the shapes of rope's, and its fields are on no TransformerConfig.
         "position_embedding_type": job.position_embedding_type.replace("yarn", "rope"),
@@ -433,11 +422,25 @@ def build_chunk(
     }
     pattern = stage_layout.pattern_of(config)
     if pattern is None:
-        build = functools.partial(build_gpt, use_transformer_engine=not local)
+        ends["use_transformer_engine"] = not local
+        model = build_gpt(config, pre, post, vp_stage, shape, **ends)
     else:
-        spec = spec or layer_specs.with_modules(kernels.LAYERS)
-        build = functools.partial(build_hybrid, pattern=str(pattern), spec=spec)
-    model = build(config, pre, post, vp_stage, shape, **ends)
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        if local:
+            spec = layer_specs.local_spec()
+        with layer_specs.torch_norm() if local else contextlib.nullcontext():
+            model = HybridModel(
+                config,
+                spec or layer_specs.with_modules(kernels.LAYERS),
+                vocab_size=shape.vocab_size,
+                max_sequence_length=shape.seq_length,
+                hybrid_layer_pattern=str(pattern),
+                pre_process=pre,
+                post_process=post,
+                vp_stage=vp_stage,
+                **ends,
+            )
     layer_parts.note_asked(config, job.config | {"fp8": job.precision != "bf16"})
     if job.saves_original_inputs:
         layer_modules.note_quantised(config, model)
@@ -543,8 +546,6 @@ def _defaults(job: Job) -> dict[str, Any]:
 
 def _pattern(job: Job, kind_of: dict[int, JobKind]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if isinstance(comm := job.resolved.cp_comm_type, list):
-        fields["cp_comm_type"] = comm[0]  # the same for all layers
     pattern = job.pattern
     if pattern is not None:
         symbols = "".join(kind.symbol for kind in kind_of.values())
