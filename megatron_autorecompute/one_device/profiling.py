@@ -19,7 +19,7 @@ import torch
 from megatron_autorecompute.errors import MachineError, ProfileError
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.meta_step import in_processes_beside, kept_between_steps
+from megatron_autorecompute.meta.meta_step import in_processes, kept_between_steps
 from megatron_autorecompute.meta.model import JobStep, add_main_gradients
 from megatron_autorecompute.meta.profiling import (
     Progress,
@@ -77,16 +77,10 @@ def profile_on_device(
     """
     build.refuse(job, device)
     efficiency = efficiency or gpu.reaches
+    progress(f"{job.name}: static bytes and communication, on meta tensors")
     run = functools.partial(modelled, job, gpu, efficiency)
-    if device.type == "cuda":  # a processor's times would suffer from work beside
-        with in_processes_beside(run, [0]) as [future]:
-            measured = measure(job, device, repeats, progress)
-            progress(f"{job.name}: static bytes and communication, on meta tensors")
-            beside, parameters = future.result()
-    else:
-        progress(f"{job.name}: static bytes and communication, on meta tensors")
-        beside, parameters = run(0)
-        measured = measure(job, device, repeats, progress)
+    [(beside, parameters)] = in_processes(run, [0]) if device.type == "cuda" else [run(0)]
+    measured = measure(job, device, repeats, progress)
     kinds = with_inert([_kind(kind, beside) for kind in measured.kinds])
     facts = {**beside.model.facts, "measured": True}
     return replace(
@@ -182,7 +176,7 @@ def _measured(
             for number, _ in enumerate(measurement.policies()):
                 watched("bytes", number, measurement.watch(memory, times=False))
 
-        with build.routing_checked(model), _short_of_memory(job, "none"):
+        with _short_of_memory(job, "none"):
             run()
         if on_cuda:
             # Code is compiled or tuned, buffers are made. Sets of modules run nothing else.
@@ -236,23 +230,17 @@ def _short_of_memory(job: Job, doing: str) -> Iterator[None]:
 def _kind(measured: LayerKind, modelled: Profile) -> LayerKind:
     """A kind of the whole model, with what was measured on one layer of it."""
     kind = next((kind for kind in modelled.kinds if kind.name == measured.name), None)
-    if kind is None:
-        known = ", ".join(kind.name for kind in modelled.kinds)
-        raise ProfileError(
-            f"{modelled.model.name}: layers of kind {measured.name!r} were built, and without a "
-            f"device {known}. Report the config."
-        )
     records = []
     for record in measured.choices:
-        beside = kind.record(record.choice)
+        beside = None if kind is None else kind.record(record.choice)
         if beside is None:
             raise ProfileError(
-                f"{modelled.model.name}: {record.choice} of {kind.name} was measured, and its "
-                "communication is not known: without a device Megatron has no such choice here. "
-                "Report the config."
+                f"{modelled.model.name}: {record.choice} of {measured.name} was measured, and its "
+                "communication is not known: without a device Megatron has no such choice or kind "
+                "here. Report the config."
             )
         records.append(_together(record, beside))
-    return replace(kind, choices=tuple(records), inert=measured.inert)
+    return replace(kind or measured, choices=tuple(records), inert=measured.inert)
 
 
 def _together(measured: ChoiceRecord, modelled: ChoiceRecord) -> ChoiceRecord:

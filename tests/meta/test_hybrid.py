@@ -266,7 +266,7 @@ GDN = {
     ],
 )
 def test_a_layer_that_lacks_its_fields_is_refused_where_megatron_builds_it(pattern, fields):
-    with pytest.raises(OptionError, match="Megatron (cannot run this model|refuses this config)"):
+    with pytest.raises(OptionError, match=r"Megatron (cannot run this model|refuses this config)"):
         profile_job(job(pattern, **fields), H100, only=())
 
 
