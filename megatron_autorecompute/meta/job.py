@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -370,14 +370,12 @@ def read_description(path: str | Path) -> Any:
 
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    continue
-                if key.value in seen:
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            first = {key.value: key for key in reversed(keys)}
+            for key in keys:
+                if key is not first[key.value]:
                     problem = f"the key {key.value!r:.80} is given twice"
                     raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
-                seen.add(key.value)
             return node
 
     try:
@@ -420,13 +418,15 @@ def job_from(data: Any, source: str) -> Job:
     for part in (data, data.get("config")) if isinstance(data, dict) else ():
         refuse_unmodelled(part if isinstance(part, dict) else {}, f"{source}: {{}}".format)
     try:
-        text = _json(with_pattern(_given(data), source), source)
-        job = TypeAdapter(Job).validate_json(text, strict=True)
+        job = TypeAdapter(Job).validate_json(_json(data, source), strict=True)
     except ValidationError as error:
         items = error.errors(include_url=False)
         wrong = json_records.corrections(map(_described, items))
         raise OptionError(f"{source} is no job description. {wrong}") from error
+    job = replace(job, config=_whole(job.config, source))
     check_config(job.config, source)
+    if job.pattern is not None:
+        job.pattern.check_numbers(job.num_layers, job.mtp_num_layers)
     if unfit := contradictions(job):
         raise OptionError(f"{source} cannot be modelled. {json_records.corrections(unfit)}")
     job.layout()
@@ -502,44 +502,26 @@ def contradictions(job: Job) -> list[str]:
     return [sentence for sentence, found in wrong.items() if found]
 
 
-def _given(data: Any) -> Any:
-    """The data without fields of config that have no value: they are as if left out."""
-    config = data.get("config") if isinstance(data, dict) else None
-    if not isinstance(config, dict):
-        return data
-    return {**data, "config": {name: v for name, v in config.items() if v is not None}}
+def _whole(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """The fields of config that have a value, and those that follow from `hybrid_layer_pattern`.
 
-
-def with_pattern(data: Any, source: str) -> Any:
-    """The data of a job with the fields that follow from `hybrid_layer_pattern`, if there is one.
-
-    Raises OptionError, with position and symbol, for a pattern that Megatron does not build, or
-    that contradicts the job's numbers of layers and depths.
+    Raises OptionError, with position and symbol, for a pattern that Megatron does not build.
     """
-    config = data.get("config") if isinstance(data, dict) else None
-    text = config.get("hybrid_layer_pattern") if isinstance(config, dict) else None
-    if text is None or not isinstance(config, dict):
-        return data
+    given = {name: value for name, value in config.items() if value is not None}
+    text = given.get("hybrid_layer_pattern")
+    if not isinstance(text, str):
+        return given
     try:
-        if not isinstance(text, str):
-            raise PipelineError(f"hybrid_layer_pattern is {text!r:.80}; give a text such as M-M*.")
         pattern = HybridPattern.parse(text)
-        follows = {
-            "num_layers": pattern.num_layers,
-            "mtp_num_layers": pattern.mtp_num_layers or None,
-            "is_hybrid_model": True,
-        }
-        stages, segments = config.get("pipeline_model_parallel_size") or 1, len(pattern.segments)
-        if isinstance(stages, int) and segments > stages > 0 and segments % stages == 0:
-            follows["virtual_pipeline_model_parallel_size"] = segments // stages
-        given = {name: value for name, value in config.items() if value is not None}
-        whole = {**follows, **given}
-        numbers = (whole["num_layers"], whole.get("mtp_num_layers") or 0)
-        if all(isinstance(number, int) for number in numbers):
-            pattern.check_numbers(*numbers)
     except PipelineError as error:
         raise OptionError(f"{source}: {error}") from error
-    return {**data, "config": _given({"config": whole})["config"]}
+    follows: dict[str, Any] = {"num_layers": pattern.num_layers, "is_hybrid_model": True}
+    if pattern.mtp_num_layers:
+        follows["mtp_num_layers"] = pattern.mtp_num_layers
+    stages, segments = given.get("pipeline_model_parallel_size", 1), len(pattern.segments)
+    if isinstance(stages, int) and segments > stages > 0 and segments % stages == 0:
+        follows["virtual_pipeline_model_parallel_size"] = segments // stages
+    return {**follows, **given}
 
 
 def _json(data: Any, source: str) -> str:
