@@ -40,6 +40,7 @@ MOST_CHARACTERS = 1 << 20
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Percent = Annotated[str, Field(pattern=r"^(100(\.0+)?|\d{1,2}(\.\d+)?)$")]
 Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
+Tokens = Annotated[str, Field(pattern=r"^[1-9]\d{0,12}$")]
 Uneven = Annotated[float, Field(ge=1, le=1024, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 
@@ -146,7 +147,7 @@ class Job:
     packed_samples: bool = False
     """Whether a microbatch is packed samples (THD), as always with max_tokens_per_microbatch. Local
     attention does not take packed samples."""
-    sample_lengths: list[Count] | dict[str, Factor] | str = field(default_factory=list)
+    sample_lengths: list[Count] | dict[Tokens, Factor] | str = field(default_factory=list)
     """The samples' tokens, for max_tokens_per_microbatch. Either a list, or a histogram (longest
     length of a bin -> weight), or the path of a JSONL file whose lines are numbers or objects with
     `length`."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
@@ -24,11 +23,11 @@ from megatron_autorecompute.errors import OptionError, ProfileError, Verificatio
 from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.meta.job import Job, job_from
 from megatron_autorecompute.meta.meta_step import StageStep, in_processes, workers
-from megatron_autorecompute.meta.model import run_stage
+from megatron_autorecompute.meta.model import EVEN_SPLIT, run_stage
 from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import layout_text
-from megatron_autorecompute.planner.cost.lengths import Arrangement, varies
+from megatron_autorecompute.planner.cost.lengths import Arrangement
 from megatron_autorecompute.planner.cost.peak_memory import Peak, stage_base
 from megatron_autorecompute.planner.cost.policy_cost import evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
@@ -47,8 +46,6 @@ WITHOUT_OPTIMIZER: dict[str, Any] = {"optimizer_step_peak_bytes": 0}
 AT_ONCE = HostLink(1e9, 1e9, 0)
 """Copies on meta tensors take no time; `StageCheck.static_bytes` has what copies under way add."""
 COMPARABLE: dict[str, Any] = {**WITHOUT_OPTIMIZER, "overhead": None, "residual_bytes": 0}
-RANDOM = 2
-"""Calls that run in the order in which they were drawn."""
 Lengths = tuple[int, ...]
 """Tokens of each microbatch of a call, on one rank, in order."""
 
@@ -311,24 +308,16 @@ def _run(
 
 
 def calls_of(plan: Plan) -> tuple[Lengths, ...]:
-    """Calls to try: of those that the profile keeps, the fullest with its longest microbatches
-    first, and RANDOM others.
-
-    If it keeps none, lengths are drawn evenly, from 1/8 of the plan's to all of it. A plan for one
-    length, or with EP overlap, has no such calls.
+    """Calls to try, of those that the profile keeps: the fullest with its longest microbatches
+    first, and two others. A plan with EP overlap, or whose profile keeps none, has no such calls.
     """
-    if not varies(plan.profile) or plan.schedule.overlap_moe_expert_parallel_comm:
-        return ()
     texts = plan.profile.model.facts.get(EXAMPLES)
-    if texts is None:
-        draw, cap = random.Random(0), cap_of(plan)
-        number = range(plan.schedule.num_microbatches)
-        found = [tuple(draw.randint(-(-cap // 8), cap) for _ in number) for _ in range(1 + RANDOM)]
-    else:
-        found = [tuple(map(int, text.split())) for text in texts]
+    if not texts or plan.schedule.overlap_moe_expert_parallel_comm:
+        return ()
+    found = [tuple(map(int, text.split())) for text in texts]
     fullest = max(found, key=sum)
     others = [lengths for lengths in found if lengths is not fullest]
-    return (tuple(sorted(fullest, reverse=True)), *others[:RANDOM])
+    return (tuple(sorted(fullest, reverse=True)), *others[:2])
 
 
 def cap_of(plan: Plan) -> int:
@@ -535,13 +524,10 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
     layout, schedule = plan.layout, plan.schedule
     several = layout.num_chunks > 1
     fields: dict[str, Any] = {
+        **EVEN_SPLIT,
         "pipeline_model_parallel_size": layout.num_stages,
         "virtual_pipeline_model_parallel_size": layout.num_chunks if several else None,
         "pipeline_model_parallel_layout": None if _is_even(layout) else layout_text(layout),
-        "num_layers_in_first_pipeline_stage": None,
-        "num_layers_in_last_pipeline_stage": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
         "overlap_p2p_comm": several and plan.profile.overlap_p2p_comm,
         "deallocate_pipeline_outputs": plan.profile.deallocate_pipeline_outputs,
         "overlap_moe_expert_parallel_comm": schedule.overlap_moe_expert_parallel_comm,

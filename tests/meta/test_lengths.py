@@ -188,7 +188,7 @@ def test_lengths_come_from_a_file(tmp_path):
         ({"max_tokens_per_microbatch": 0}, "without max_tokens_per_microbatch"),
         ({"sample_lengths": [2048]}, "Raise seq_length"),
         ({"max_tokens_per_microbatch": 1000}, "up to 1,024 tokens, and a microbatch up to 1,000"),
-        ({"sample_lengths": {"x": 1.0}}, "no number of tokens"),
+        ({"sample_lengths": {"x": 1.0}}, "sample_lengths"),
         ({"sample_lengths": "nowhere.jsonl"}, "Cannot read sample_lengths"),
     ],
 )
