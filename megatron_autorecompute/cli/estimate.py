@@ -274,7 +274,8 @@ class ProfileCommand(Command):
         Raises OptionError for contradictory or impossible options, MachineError if the device or
         what runs on it is not there.
         """
-        output, named = _checked_output(args), _named_gpu(args)
+        output = _checked_output(args)
+        named = None if args.device == "cuda" and args.gpu is None else named_gpu(args)
         import torch  # estimate needs it, and Megatron, only later
 
         from megatron_autorecompute.one_device.build import device_of
@@ -289,15 +290,3 @@ class ProfileCommand(Command):
             profile = profile_on_device(job, where, gpu, efficiency, args.repeats, status.update)
         budget = budget_words(gpu, args.reserve_gib, job)
         _show_profile(args, profile, output, budget_bytes, [budget])
-
-
-def _named_gpu(args: Namespace) -> Device | None:
-    """The job's GPU; None: the one that measures."""
-    if args.gpu is not None:
-        return device(args.gpu)
-    if args.device == "cpu":
-        raise OptionError(
-            "--device cpu does not say what the job runs on: add --gpu NAME, such as h100-80gb, "
-            "for its links and memory."
-        )
-    return None

@@ -11,9 +11,9 @@ import contextlib
 import dataclasses
 import functools
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -255,7 +255,14 @@ def refusals(name: str) -> Iterator[None]:
     except (AutorecomputeError, MemoryError):
         raise
     except Exception as error:
-        place = _in_megatron(error.__traceback__)
+        # The last line of Megatron's own code, or of a stand-in that it called: the fault may be
+        # this package's and not the job's.
+        place = None
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            module = str(frame.f_globals.get("__name__", ""))
+            package = module.partition(".")[0]
+            if package == "megatron" or (place and package == "megatron_autorecompute"):
+                place = f"{module}, line {line}"
         if place is None or is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())
@@ -263,19 +270,6 @@ def refusals(name: str) -> Iterator[None]:
             f"{name}: Megatron cannot run this model: {type(error).__name__} in {place}: "
             f"{reason:.300}. Correct the job's fields; if they are right, report this."
         ) from error
-
-
-def _in_megatron(traceback: TracebackType | None) -> str | None:
-    """The last line of Megatron's own code, or of a stand-in that it called; None if there is none.
-    A stand-in is named, because the fault may be this package's and not the job's."""
-    place = None
-    while traceback is not None:
-        module = str(traceback.tb_frame.f_globals.get("__name__", ""))
-        package = module.partition(".")[0]
-        if package == "megatron" or (place and package == "megatron_autorecompute"):
-            place = f"{module}, line {traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
 
 
 def step_shape(job: Job, num_microbatches: int, lengths: Sequence[int] = ()) -> StepShape:
