@@ -24,7 +24,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -127,6 +127,17 @@ def in_processes(
 
     Raises MachineError if one of them dies.
     """
+    with in_processes_beside(run, stages, max_workers) as futures:
+        for future in futures:
+            done(future.result())
+        return tuple(future.result() for future in futures)
+
+
+@contextlib.contextmanager
+def in_processes_beside(
+    run: Callable[[int], Result], stages: Sequence[int], max_workers: int = 1
+) -> Iterator[list[Future[Result]]]:
+    """Like `in_processes`, while this process goes on; the block ends when all have ended."""
     pool = ProcessPoolExecutor(
         max_workers, multiprocessing.get_context("spawn"), initializer=_start_process
     )
@@ -135,9 +146,7 @@ def in_processes(
         try:
             with interrupts_held():
                 futures = [pool.submit(run, stage) for stage in stages]
-            for future in futures:
-                done(future.result())
-            return tuple(future.result() for future in futures)
+            yield futures
         except BrokenProcessPool as error:
             raise MachineError(
                 "A process that ran a stage on meta tensors was ended from outside, perhaps for "

@@ -19,7 +19,7 @@ import torch
 from megatron_autorecompute.errors import MachineError, ProfileError
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.meta_step import in_processes, kept_between_steps
+from megatron_autorecompute.meta.meta_step import in_processes_beside, kept_between_steps
 from megatron_autorecompute.meta.model import JobStep, add_main_gradients
 from megatron_autorecompute.meta.profiling import (
     Progress,
@@ -77,10 +77,16 @@ def profile_on_device(
     """
     build.refuse(job, device)
     efficiency = efficiency or gpu.reaches
-    progress(f"{job.name}: static bytes and communication, on meta tensors")
     run = functools.partial(modelled, job, gpu, efficiency)
-    [(beside, parameters)] = in_processes(run, [0]) if device.type == "cuda" else [run(0)]
-    measured = measure(job, device, repeats, progress)
+    if device.type == "cuda":  # a processor's times would suffer from work beside
+        with in_processes_beside(run, [0]) as [future]:
+            measured = measure(job, device, repeats, progress)
+            progress(f"{job.name}: static bytes and communication, on meta tensors")
+            beside, parameters = future.result()
+    else:
+        progress(f"{job.name}: static bytes and communication, on meta tensors")
+        beside, parameters = run(0)
+        measured = measure(job, device, repeats, progress)
     kinds = with_inert([_kind(kind, beside) for kind in measured.kinds])
     facts = {**beside.model.facts, "measured": True}
     return replace(
