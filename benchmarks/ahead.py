@@ -25,7 +25,6 @@ from megatron_autorecompute.meta.devices import device as gpu_of
 from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.job import job_from, read_description
 from megatron_autorecompute.meta.meta_step import (
-    TokenStep,
     build_chunks,
     build_gpt,
     run_step,
@@ -39,6 +38,7 @@ from megatron_autorecompute.planner.search.stage_problem import EARLY
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB
 from scripts.tables import markdown
+from testing.meta_stages import TokenStep
 from testing.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "ahead.md"

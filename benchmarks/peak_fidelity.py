@@ -33,12 +33,10 @@ from megatron_autorecompute.compat import versions
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
 from megatron_autorecompute.meta.meta_step import (
-    TokenStep,
     build_chunks,
     build_gpt,
     kept_between_steps,
     meta_config,
-    stage_step,
 )
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import evaluate
@@ -49,6 +47,7 @@ from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import MAX_CHOICES, ModelShard, alone
+from testing.meta_stages import TokenStep, stage_step
 
 RESULTS = Path(__file__).parent / "results" / "peak_fidelity.json"
 PAGE = RESULTS.with_suffix(".md")

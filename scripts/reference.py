@@ -46,6 +46,7 @@ TYPES = {
     "Share": "0 to 1",
     "Percentile": "0 to 100",
     "Percent": "0 to 100",
+    "Tokens": "tokens",
     "Uneven": "number from 1",
     "Version": "count",
     "Choice": "choice",

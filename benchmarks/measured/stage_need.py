@@ -79,7 +79,7 @@ def need_of(job: Job, device: Device, blocks: StaticBlocks, shape: StepShape, st
     chunks = blocks.models
     with applied(None, chunks):
         rounding = rounding_of(blocks, shape, step)
-        ran = trace_step(chunks, shape, torch.device("meta"), step)
+        ran = trace_step(chunks, shape, step)
     weights = counted_weights(torch.nn.ModuleList(chunks))
     shared = shared_buffers(job, device, *chunks)
     static = static_bytes(job, device, weights).total_bytes + sum(shared.values())

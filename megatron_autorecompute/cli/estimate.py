@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shlex
 from argparse import ArgumentParser, Namespace
@@ -41,7 +40,7 @@ from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB, gib
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 
 RESERVE_SHARE = 0.05
@@ -80,13 +79,49 @@ class EstimateCommand(Command):
             help="also plan with each share 20%% higher or lower",
         )
 
+    @quiet_upstream()
     def run(self, args: Namespace) -> None:
         """Make the profile, print it, and print the next command.
 
         Raises OptionError for contradictory or impossible options.
         """
-        with quiet_upstream():
-            _estimate(args)
+        if args.sensitivity and args.json:
+            raise without_effect("--sensitivity", "--json", _LACKS)
+        output = _checked_output(args)
+        gpu = named_gpu(args)
+        job = read_job(args, gpu)
+        check_lengths(output, job)
+        efficiency = read_efficiency(args.efficiency, gpu)
+        budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
+        if args.measured and args.sensitivity:
+            raise OptionError(
+                "--sensitivity moves the modelled shares, and --measured replaces what they give. "
+                "Leave one of them out."
+            )
+        offload = [
+            LayerPolicy.parse(f"none+offload[{modules}]").offload for modules in args.offload
+        ]
+        measured = Profile.load(args.measured) if args.measured else None
+        if measured is not None:
+            measured_kinds(measured)  # refused before the work
+        with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
+            # Loads torch and Megatron, which only this needs.
+            from megatron_autorecompute.meta.profiling import profile_job
+            from megatron_autorecompute.meta.sensitivity import sensitivity
+
+            profile = profile_job(job, gpu, efficiency, status.update, offload=offload)
+            if measured is not None:
+                profile = with_measured(profile, measured)
+            lines = []
+            if args.sensitivity:
+                lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
+        step_end = (
+            f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
+            "optimizer and for data-parallel collectives that nothing hides (modelled for "
+            f"{gpu.name}). The steps of plans leave this out."
+        )
+        budget = budget_words(gpu, args.reserve_gib, job)
+        _show_profile(args, profile, output, budget_bytes, [step_end, budget, *lines])
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -106,44 +141,6 @@ def _add_options(parser: ArgumentParser) -> None:
     add_output(parser, "P.json", f"file to write (default: a new {DEFAULT_OUTPUT}); - prints it")
     add_json(parser)
     add_verbose(parser)
-
-
-def _estimate(args: Namespace) -> None:
-    if args.sensitivity and args.json:
-        raise without_effect("--sensitivity", "--json", _LACKS)
-    output = _checked_output(args)
-    gpu = named_gpu(args)
-    job = read_job(args, gpu)
-    check_lengths(output, job)
-    efficiency = read_efficiency(args.efficiency, gpu)
-    budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
-    if args.measured and args.sensitivity:
-        raise OptionError(
-            "--sensitivity moves the modelled shares, and --measured replaces what they give. "
-            "Leave one of them out."
-        )
-    offload = [LayerPolicy.parse(f"none+offload[{modules}]").offload for modules in args.offload]
-    measured = Profile.load(args.measured) if args.measured else None
-    if measured is not None:
-        measured_kinds(measured)  # refused before the work
-    with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
-        # Loads torch and Megatron, which only this needs.
-        from megatron_autorecompute.meta.profiling import profile_job
-        from megatron_autorecompute.meta.sensitivity import sensitivity
-
-        profile = profile_job(job, gpu, efficiency, status.update, offload=offload)
-        if measured is not None:
-            profile = with_measured(profile, measured)
-        lines = []
-        if args.sensitivity:
-            lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
-    step_end = (
-        f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
-        "optimizer and for data-parallel collectives that nothing hides (modelled for "
-        f"{gpu.name}). The steps of plans leave this out."
-    )
-    budget = budget_words(gpu, args.reserve_gib, job)
-    _show_profile(args, profile, output, budget_bytes, [step_end, budget, *lines])
 
 
 def _show_profile(
@@ -270,56 +267,26 @@ class ProfileCommand(Command):
         )
         _add_options(parser)
 
+    @quiet_upstream()
     def run(self, args: Namespace) -> None:
         """Make the profile, print it, and print the next command.
 
         Raises OptionError for contradictory or impossible options, MachineError if the device or
         what runs on it is not there.
         """
-        with quiet_upstream():
-            _profile(args)
+        output = _checked_output(args)
+        named = None if args.device == "cuda" and args.gpu is None else named_gpu(args)
+        import torch  # estimate needs it, and Megatron, only later
 
+        from megatron_autorecompute.one_device.build import device_of
+        from megatron_autorecompute.one_device.profiling import profile_on_device
 
-def _profile(args: Namespace) -> None:
-    output, named = _checked_output(args), _named_gpu(args)
-    import torch  # estimate needs it, and Megatron, only later
-
-    from megatron_autorecompute.one_device.build import device_of
-    from megatron_autorecompute.one_device.profiling import profile_on_device
-
-    where = device_of(args.device)
-    gpu = named or device(torch.cuda.get_device_name(where))
-    job = _job(args, where)
-    efficiency = read_efficiency(args.efficiency, gpu)
-    budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
-    with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
-        profile = profile_on_device(job, where, gpu, efficiency, args.repeats, status.update)
-    budget = budget_words(gpu, args.reserve_gib, job)
-    _show_profile(args, profile, output, budget_bytes, [budget])
-
-
-def _named_gpu(args: Namespace) -> Device | None:
-    """The job's GPU; None: the one that measures."""
-    if args.gpu is not None:
-        return device(args.gpu)
-    if args.device == "cpu":
-        raise OptionError(
-            "--device cpu does not say what the job runs on: add --gpu NAME, such as h100-80gb, "
-            "for its links and memory."
-        )
-    return None
-
-
-def _job(args: Namespace, where: torch.device) -> Job:
-    if where.type == "cuda" and args.megatron_flags:
-        # Megatron's own parser runs in a process that sees no CUDA, as in estimate.
-        from megatron_autorecompute.meta.meta_step import in_processes
-
-        asked = Namespace(**{n: v for n, v in vars(args).items() if n != "command"})
-        [job] = in_processes(functools.partial(_read, asked), [0])
-        return job
-    return read_job(args)
-
-
-def _read(args: Namespace, _: int) -> Job:
-    return read_job(args)
+        where = device_of(args.device)
+        gpu = named or device(torch.cuda.get_device_name(where))
+        job = read_job(args)
+        efficiency = read_efficiency(args.efficiency, gpu)
+        budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
+        with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
+            profile = profile_on_device(job, where, gpu, efficiency, args.repeats, status.update)
+        budget = budget_words(gpu, args.reserve_gib, job)
+        _show_profile(args, profile, output, budget_bytes, [budget])

@@ -118,17 +118,30 @@ def _fake_neighbours(config: Any, stage: int, shape: StepShape) -> Iterator[None
     split *= config.context_parallel_size
     lengths = shape.lengths or [shape.seq_length] * shape.num_microbatches
 
-    def sent(microbatch: int, of_stage: int, *, last_chunk: bool) -> tuple[int, int, int]:
-        """The shape of a stage's output: tokens, micro-batch, hidden. Those of MTP depths go to
-        the stage of the loss, the decoder's output and each depth's in one tensor."""
+    def sent(microbatch: int, *, with_depths: bool) -> tuple[int, int, int]:
+        """Tokens, micro-batch, hidden. Those of MTP depths go to the stage of the loss, the
+        decoder's output and each depth's in one tensor."""
         tokens = lengths[microbatch] // split
-        if depths_at is not None and of_stage >= depths_at and last_chunk:
-            tokens *= 1 + (config.mtp_num_layers or 0)
+        tokens *= 1 + (config.mtp_num_layers or 0) if with_depths else 1
         return tokens, shape.micro_batch_size, config.hidden_size
 
-    outputs, gradients = received(schedule, stage)
-    from_before = iter([sent(number, stage - 1, last_chunk=last) for number, last in outputs])
-    from_behind = iter([sent(number, stage, last_chunk=last) for number, last in gradients])
+    # What comes is in the order in which this stage needs it.
+    events, end, last = schedule.events(stage), schedule.num_stages - 1, schedule.num_chunks - 1
+    apart = end + 1 if depths_at is None else depths_at
+    from_before = iter(
+        [
+            sent(event.microbatch, with_depths=stage > apart and event.chunk == last)
+            for event in events
+            if event.direction == "forward" and (stage > 0 or event.chunk > 0)
+        ]
+    )
+    from_behind = iter(
+        [
+            sent(event.microbatch, with_depths=apart <= stage < end and event.chunk == last)
+            for event in events
+            if event.direction == "backward" and (stage < end or event.chunk < last)
+        ]
+    )
     original = P2PCommunicator._communicate_shapes
 
     @functools.wraps(original)
@@ -164,26 +177,3 @@ def _depths_apart(config: Any) -> int | None:
         for stage, chunks in enumerate(layout)
         if any(getattr(kind, "name", kind) == "mtp" for kind in chunks[-1])
     )
-
-
-def received(
-    schedule: Schedule, stage: int
-) -> tuple[list[tuple[int, bool]], list[tuple[int, bool]]]:
-    """The microbatches whose outputs a stage gets from the stage before it, and those whose
-    gradients it gets from the stage behind it, in the order in which they come; of each, whether it
-    is of the last chunk of its stage."""
-    last = schedule.num_stages - 1
-    before, behind = (stage - 1) % (last + 1), (stage + 1) % (last + 1)
-    kept_forward = {schedule.num_chunks - 1} if before == last else set()
-    kept_backward = {0} if behind == 0 else set()
-    outputs = [
-        (event.microbatch, event.chunk == schedule.num_chunks - 1)
-        for event in schedule.events(before)
-        if event.direction == "forward" and event.chunk not in kept_forward
-    ]
-    gradients = [
-        (event.microbatch, behind > 0 and event.chunk == schedule.num_chunks - 1)
-        for event in schedule.events(behind)
-        if event.direction == "backward" and event.chunk not in kept_backward
-    ]
-    return outputs, gradients

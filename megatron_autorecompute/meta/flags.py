@@ -7,15 +7,20 @@ YAML.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from megatron_autorecompute.errors import MachineError, OptionError
+from megatron_autorecompute.megatron_fields import names_of
 from megatron_autorecompute.meta.job import TE_VERSION, Job, job_from
-from megatron_autorecompute.meta.job_config import FIELDS, OF_RECIPES, refuse_unmodelled
+from megatron_autorecompute.meta.job_config import FIELDS, precision_of, refuse_unmodelled
+from megatron_autorecompute.meta.meta_step import in_processes
 from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.patched import patched, patched_environ
 from megatron_autorecompute.planner.cost.hybrid_pattern import check_flags
@@ -52,7 +57,13 @@ def job_from_flags(flags: Sequence[str], num_gpus: int) -> Job:
 
     Raises MachineError without megatron.training, OptionError for flags that Megatron refuses.
     """
-    args, config = _parsed(list(flags), num_gpus)
+    run = functools.partial(_job, list(flags), num_gpus)
+    # Megatron's parser runs in a process that sees no CUDA.
+    return in_processes(run, [0])[0] if torch.cuda.is_available() else run(0)
+
+
+def _job(flags: list[str], num_gpus: int, _: int) -> Job:
+    args, config = _parsed(flags, num_gpus)
     if args.vocab_size is None:
         raise OptionError("The flags do not say the vocabulary: add --vocab-size N.")
     if getattr(config, "quant_recipe", None) is not None:
@@ -106,11 +117,11 @@ def settings_of(named: str, optimizer: Any, *others: Any, precision: Any) -> dic
     found["use_distributed_optimizer"] |= kind.startswith("dist_") or layer_wise
     for name in _DTYPES_OF_STATES if found.get("use_precision_aware_optimizer") else ():
         found[name] = _DTYPE_NAMES[str(getattr(optimizer, name))]
-    if getattr(precision, "fp8", None):
-        found["precision"] = OF_RECIPES.get(str(precision.fp8_recipe), "fp8")
+    narrow = {} if precision is None else vars(precision)
+    if said := precision_of(narrow):
+        found["precision"] = said
+    if narrow.get("fp8"):
         found["fp8_param_gather"] = bool(precision.fp8_param_gather)
-    if getattr(precision, "fp4", None):
-        found["precision"] = "nvfp4"
     return found
 
 
@@ -179,8 +190,8 @@ def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
             value = getattr(value, "input_data", value)
         if name == "attention_backend":
             value = getattr(value, "name", value)
-        if name in FIELDS and isinstance(value, list):
-            value = [getattr(each, "name", each) for each in value]
+        if name in FIELDS:
+            value = names_of(value)
         try:
             json.dumps(value)
         except TypeError:

@@ -7,8 +7,9 @@ YAML and imports neither torch nor Megatron.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import math
+import re
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,13 +19,15 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta.job_config import (
+    ADAPTED,
+    IN_A_JOB,
     LORA_TARGETS,
     MOST_WIDTH,
     GraphScope,
     Ranks,
     Resolved,
     check_config,
-    check_targets,
+    precision_of,
     refuse_unmodelled,
 )
 from megatron_autorecompute.options import nearest
@@ -37,6 +40,7 @@ MOST_CHARACTERS = 1 << 20
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Percent = Annotated[str, Field(pattern=r"^(100(\.0+)?|\d{1,2}(\.\d+)?)$")]
 Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
+Tokens = Annotated[str, Field(pattern=r"^[1-9]\d{0,12}$")]
 Uneven = Annotated[float, Field(ge=1, le=1024, allow_inf_nan=False)]
 Dtype = Literal["fp32", "bf16", "fp16", "fp8"]
 
@@ -143,7 +147,7 @@ class Job:
     packed_samples: bool = False
     """Whether a microbatch is packed samples (THD), as always with max_tokens_per_microbatch. Local
     attention does not take packed samples."""
-    sample_lengths: list[Count] | dict[str, Factor] | str = field(default_factory=list)
+    sample_lengths: list[Count] | dict[Tokens, Factor] | str = field(default_factory=list)
     """The samples' tokens, for max_tokens_per_microbatch. Either a list, or a histogram (longest
     length of a bin -> weight), or the path of a JSONL file whose lines are numbers or objects with
     `length`."""
@@ -342,6 +346,13 @@ class Job:
         )
 
 
+_NOT_WITH_PATTERN = (
+    *("pipeline_model_parallel_layout", "account_for_embedding_in_pipeline_split"),
+    *("account_for_loss_in_pipeline_split", "moe_layer_freq"),
+    "overlap_moe_expert_parallel_comm",
+)
+
+
 def _parts(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part)
 
@@ -360,14 +371,12 @@ def read_description(path: str | Path) -> Any:
 
         def compose_mapping_node(self, anchor: Any) -> Any:
             node = super().compose_mapping_node(anchor)
-            seen: set[str] = set()
-            for key, _ in node.value:
-                if not isinstance(key, yaml.ScalarNode):
-                    continue
-                if key.value in seen:
+            keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            first = {key.value: key for key in reversed(keys)}
+            for key in keys:
+                if key is not first[key.value]:
                     problem = f"the key {key.value!r:.80} is given twice"
                     raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
-                seen.add(key.value)
             return node
 
     try:
@@ -410,98 +419,110 @@ def job_from(data: Any, source: str) -> Job:
     for part in (data, data.get("config")) if isinstance(data, dict) else ():
         refuse_unmodelled(part if isinstance(part, dict) else {}, f"{source}: {{}}".format)
     try:
-        text = _json(with_pattern(_given(data), source), source)
-        job = TypeAdapter(Job).validate_json(text, strict=True)
+        job = TypeAdapter(Job).validate_json(_json(data, source), strict=True)
     except ValidationError as error:
         items = error.errors(include_url=False)
         wrong = json_records.corrections(map(_described, items))
         raise OptionError(f"{source} is no job description. {wrong}") from error
-    # Of a recipe Bridge replaces these fields when a job starts, by its mixed precision.
-    precision = None if job.described_by == "recipe" else job.precision
-    check_config(job.config, job.seq_length, source, precision)
-    if job.lora_rank:
-        check_targets(job.lora_target_modules, source)
-    elif tuple(job.lora_target_modules) != LORA_TARGETS or job.lora_dropout:
-        raise OptionError(
-            f"{source}: lora_target_modules or lora_dropout is given without lora_rank. Give the "
-            "adapters' rank, or leave both out."
-        )
-    if job.sample_lengths and not job.max_tokens_per_microbatch:
-        raise OptionError(
-            f"{source}: sample_lengths are given without max_tokens_per_microbatch. Give the most "
-            "tokens of a microbatch on a rank, or leave the lengths out."
-        )
-    packs = job.packed_samples or job.max_tokens_per_microbatch
-    if packs and (sparse := _sparse_attention(job.config)):
-        raise OptionError(
-            f"{source}: {sparse}, and microbatches of packed samples: DSAIndexer reads from the "
-            "device where samples end, and tensors without a device have no values. Use auto in "
-            "the job, or leave packing out."
-        )
-    if job.moe_imbalance and not job.resolved.num_moe_experts:
-        raise OptionError(
-            f"{source}: moe_imbalance is stated, and config has no num_moe_experts. Give their "
-            "number, or leave moe_imbalance out."
-        )
-    if job.moe_imbalance and job.resolved.moe_expert_rank_capacity_factor:
-        raise OptionError(
-            f"{source}: moe_imbalance beside moe_expert_rank_capacity_factor, with which buffers "
-            "have their room however tokens are routed. Leave one of them out."
-        )
+    job = replace(job, config=_whole(job.config, source))
+    check_config(job.config, source)
+    if job.pattern is not None:
+        job.pattern.check_numbers(job.num_layers, job.mtp_num_layers)
+    if unfit := contradictions(job):
+        raise OptionError(f"{source} cannot be modelled. {json_records.corrections(unfit)}")
     job.layout()
     if not job.max_tokens_per_microbatch:  # else samples are packed into as many as it takes
         job.schedule()
     return job
 
 
-def _given(data: Any) -> Any:
-    """The data without fields of config that have no value: they are as if left out."""
-    config = data.get("config") if isinstance(data, dict) else None
-    if not isinstance(config, dict):
-        return data
-    return {**data, "config": {name: v for name, v in config.items() if v is not None}}
+def contradictions(job: Job) -> list[str]:
+    """What a job's fields say that is not modelled, or that goes together nowhere, where Megatron
+    says nothing of it without a device."""
+    config, values, own = job.config, job.resolved, job.lora_target_modules
+    pattern, context, said = job.pattern, job.size("context"), precision_of(config)
+    moe_room, dispatcher = values.moe_expert_rank_capacity_factor, values.moe_token_dispatcher_type
+    replaced = job.described_by == "recipe"  # by Bridge's mixed precision when a job starts
+    strange = [t for t in own if t.rpartition(".")[-1].strip("*") not in ADAPTED]
+    strange += [t for t in own if re.search(r"layers\.[^*]", t)]
+    listed = (values.moe_layer_freq, values.window_attn_skip_freq, values.linear_attention_freq)
+    heads, groups = values.num_attention_heads, values.num_query_groups
+    exchanged = values.hierarchical_context_parallel_sizes or [0]
+    widths = [(values.moe_shared_expert_intermediate_size, job.size("tensor"))]
+    if values.num_moe_experts:
+        widths.append((values.moe_ffn_hidden_size or 0, job.expert_tensor_parallel))
+    else:
+        widths.append((values.ffn_hidden_size or 0, job.size("tensor")))
+    wrong = {
+        f"moe_layer_freq, window_attn_skip_freq or linear_attention_freq lists more or fewer than "
+        f"{values.num_layers} layers": any(
+            isinstance(one, list) and len(one) != values.num_layers for one in listed
+        ),
+        f"num_attention_heads {heads} is no multiple of num_query_groups {groups}": (
+            groups and heads % groups
+        ),
+        "ffn_hidden_size, moe_ffn_hidden_size or moe_shared_expert_intermediate_size is no "
+        "multiple of the tensor parallel size": any(width % ranks for width, ranks in widths),
+        "cp_comm_type a2a+p2p without hierarchical_context_parallel_sizes whose product is "
+        "context_parallel_size": values.cp_comm_type == "a2a+p2p"
+        and context not in (1, math.prod(exchanged)),
+        f"seq_length {job.seq_length} is no multiple of {2 * context}, twice "
+        "context_parallel_size": context > 1 and job.seq_length % (2 * context),
+        f"precision {job.precision}, and fp8, fp4 and fp8_recipe in config say {said}": not replaced
+        and said not in (None, job.precision),
+        "neither bf16 nor fp16: training in fp32 is not modelled; set one (--bf16, --fp16)": (
+            not replaced and config.get("bf16") is False and not values.fp16
+        ),
+        "transformer_impl local beside hybrid_layer_pattern, lora_rank or a precision but bf16; "
+        "use transformer_engine": job.transformer_impl == "local"
+        and (pattern or job.lora_rank or job.precision != "bf16"),
+        "moe_expert_rank_capacity_factor without moe_token_dispatcher_type flex and "
+        "moe_flex_dispatcher_backend hybridep, whose buffers alone are modelled": moe_room
+        and (dispatcher, values.moe_flex_dispatcher_backend) != ("flex", "hybridep"),
+        "moe_paged_stash_buffer_size_factor_cuda below 1: what even routing fills leaves for host "
+        "memory, which is not modelled": values.moe_paged_stash
+        and abs(values.moe_paged_stash_buffer_size_factor_cuda) < 1,
+        "moe_imbalance without num_moe_experts": job.moe_imbalance and not values.num_moe_experts,
+        "moe_imbalance beside moe_expert_rank_capacity_factor, with which buffers have their room "
+        "however tokens are routed": job.moe_imbalance and moe_room,
+        "sample_lengths without max_tokens_per_microbatch": job.sample_lengths
+        and not job.max_tokens_per_microbatch,
+        "lora_target_modules or lora_dropout without lora_rank": not job.lora_rank
+        and (tuple(own) != LORA_TARGETS or job.lora_dropout),
+        "lora_rank without lora_target_modules": job.lora_rank and not own,
+        f"lora_target_modules {', '.join(strange):.80}: adapters are modelled on every layer that "
+        f"has them, and known of {', '.join(ADAPTED)}; give these names, or patterns that end in "
+        f"one, such as *.mlp.linear_fc1. {IN_A_JOB}": strange,
+        f"{', '.join(filter(config.get, _NOT_WITH_PATTERN))} beside hybrid_layer_pattern, which "
+        "says it already, or whose model Megatron does not build with it": pattern
+        and any(map(config.get, _NOT_WITH_PATTERN)),
+        "use_mamba_mem_eff_path false, whose kernels of inference are not modelled": (
+            config.get("use_mamba_mem_eff_path") is False
+        ),
+    }
+    return [sentence for sentence, found in wrong.items() if found]
 
 
-def _sparse_attention(config: Mapping[str, Any]) -> str:
-    """What of a config asks for DeepSeek's sparse attention; empty if nothing does."""
-    pattern = config.get("hybrid_layer_pattern")
-    if pattern is None:
-        variant = config.get("experimental_attention_variant")
-        return f"experimental_attention_variant is {variant!r}" if variant == "dsa" else ""
-    position = pattern.find("D")
-    return f"'D' at position {position} of hybrid_layer_pattern" if position >= 0 else ""
+def _whole(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """The fields of config that have a value, and those that follow from `hybrid_layer_pattern`.
 
-
-def with_pattern(data: Any, source: str) -> Any:
-    """The data of a job with the fields that follow from `hybrid_layer_pattern`, if there is one.
-
-    Raises OptionError, with position and symbol, for a pattern that Megatron does not build, or
-    that contradicts the job's numbers of layers and depths.
+    Raises OptionError, with position and symbol, for a pattern that Megatron does not build.
     """
-    config = data.get("config") if isinstance(data, dict) else None
-    text = config.get("hybrid_layer_pattern") if isinstance(config, dict) else None
-    if text is None or not isinstance(config, dict):
-        return data
+    given = {name: value for name, value in config.items() if value is not None}
+    text = given.get("hybrid_layer_pattern")
+    if not isinstance(text, str):
+        return given
     try:
-        if not isinstance(text, str):
-            raise PipelineError(f"hybrid_layer_pattern is {text!r:.80}; give a text such as M-M*.")
         pattern = HybridPattern.parse(text)
-        follows = {
-            "num_layers": pattern.num_layers,
-            "mtp_num_layers": pattern.mtp_num_layers or None,
-            "is_hybrid_model": True,
-        }
-        stages, segments = config.get("pipeline_model_parallel_size") or 1, len(pattern.segments)
-        if isinstance(stages, int) and segments > stages > 0 and segments % stages == 0:
-            follows["virtual_pipeline_model_parallel_size"] = segments // stages
-        given = {name: value for name, value in config.items() if value is not None}
-        whole = {**follows, **given}
-        numbers = (whole["num_layers"], whole.get("mtp_num_layers") or 0)
-        if all(isinstance(number, int) for number in numbers):
-            pattern.check_numbers(*numbers)
     except PipelineError as error:
         raise OptionError(f"{source}: {error}") from error
-    return {**data, "config": _given({"config": whole})["config"]}
+    follows: dict[str, Any] = {"num_layers": pattern.num_layers, "is_hybrid_model": True}
+    if pattern.mtp_num_layers:
+        follows["mtp_num_layers"] = pattern.mtp_num_layers
+    stages, segments = given.get("pipeline_model_parallel_size", 1), len(pattern.segments)
+    if isinstance(stages, int) and segments > stages > 0 and segments % stages == 0:
+        follows["virtual_pipeline_model_parallel_size"] = segments // stages
+    return {**follows, **given}
 
 
 def _json(data: Any, source: str) -> str:
@@ -511,7 +532,7 @@ def _json(data: Any, source: str) -> str:
     """
     try:
         parts = 0
-        for part in json.JSONEncoder().iterencode(data):
+        for part in json.JSONEncoder(allow_nan=False).iterencode(data):
             parts += len(part)
             if parts > MOST_CHARACTERS:
                 raise OptionError(f"{source} is too long for a job description. Shorten it.")

@@ -39,7 +39,7 @@ def lengths_of(job: Job) -> tuple[list[int], list[float]]:
         if not found:
             raise OptionError(f"sample_lengths {given}: no line has a length. Write one a line.")
     elif isinstance(given, dict):
-        found = [(_number(length), weight) for length, weight in given.items()]
+        found = [(int(length), weight) for length, weight in given.items()]
     else:
         found = [(length, 1.0) for length in given]
     found = found or [(job.seq_length, 1.0)]
@@ -52,34 +52,30 @@ def lengths_of(job: Job) -> tuple[list[int], list[float]]:
     return [length for length, _ in found], [weight for _, weight in found]
 
 
-def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise OptionError(f"sample_lengths: {text!r} is no number of tokens, such as 4096.")
-    return int(text)
-
-
 def _read(path: str) -> list[int]:
+    """The lengths in a JSONL file, of whose lines each is a number or an object with `length`."""
     try:
         lines = json_records.read_text(Path(path)).splitlines()
     except (OSError, ValueError) as error:
         raise OptionError(
             f"Cannot read sample_lengths {path}: {json_records.reason(error)}."
         ) from error
-    return [_length(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
-
-
-def _length(line: str, where: str) -> int:
-    try:
-        found: Any = json.loads(line)
-    except ValueError:
-        found = None
-    length = found.get("length") if isinstance(found, dict) else found
-    if not isinstance(length, int) or isinstance(length, bool) or length < 1:
-        raise OptionError(
-            f"{where}: {line.strip()!r:.80} has no length. Write a number of tokens, or an object "
-            'with one, such as {"length": 4096}.'
-        )
-    return length
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            one = json.loads(line)
+            length = one["length"] if isinstance(one, dict) else one
+        except (ValueError, KeyError):
+            length = None
+        if type(length) is not int or length < 1:
+            raise OptionError(
+                f"{path}, line {number}: {line.strip()!r:.80} has no length. Write a number of "
+                'tokens, or an object with one, such as {"length": 4096}.'
+            )
+        found.append(length)
+    return found
 
 
 def packed(samples: list[int], most: int) -> list[int]:

@@ -6,9 +6,8 @@ profile names its device as text, which the result repeats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.profile import MEASURED, ChoiceRecord, LayerKind, Profile, in_order
@@ -27,48 +26,75 @@ LAYER_FIELDS = (
 """Fields of Megatron's config that must be equal for layers to be of one kind."""
 
 
-class _Ratio(NamedTuple):
-    """Measured over modelled time."""
-
-    forward: float
-    backward: float
-
-
 def with_measured(profile: Profile, measured: Profile) -> Profile:
     """The profile with the records of `measured`, where kinds are the same layers.
 
     A kind is the same if shapes, LAYER_FIELDS, precision and its name are equal. Its measured
-    records replace the modelled ones. The times of its other choices are multiplied by its ratio of
-    measured to modelled time; those of other kinds, embedding and head by the ratio over all kinds.
-    Only records whose `source` is "measured" count.
+    records replace the modelled ones. All other times are multiplied by the ratio of measured to
+    modelled time over all choices that have both. Only records whose `source` is "measured" count.
 
     Raises OptionError if nothing is measured, or, with the differences, if no kind is the same.
     """
     kinds = measured_kinds(measured)
-    if differing := _differences(profile, measured):
+    ours, theirs = _facts(profile), _facts(measured)
+    differing = [
+        f"{name} {theirs[name]!r}, not {ours[name]!r}"
+        for name in ours
+        if ours[name] != theirs[name]
+    ]
+    if differing:
         raise OptionError(
             f"--measured: the measured profile is of other layers than {profile.model.name}: "
             f"{'; '.join(differing)}. Measure at the job's own shapes, or leave --measured out."
         )
-    named = {kind.name: kind for kind in kinds}
-    pairs = [(kind, named.get(kind.name)) for kind in profile.kinds]
-    common = [pair for kind, other in pairs if other for pair in _common(kind, other)]
+    found = {(kind.name, record.choice): record for kind in kinds for record in kind.choices}
+    common = [
+        (record, found[kind.name, record.choice])
+        for kind in profile.kinds
+        for record in kind.choices
+        if (kind.name, record.choice) in found
+    ]
     if not common:
         raise OptionError(
             f"--measured: no choice of {', '.join(k.name for k in profile.kinds)} is among the "
             f"measured ones ({', '.join(k.name for k in kinds)}). Leave --measured out."
         )
-    overall = _ratio(common)
-    model = replace(profile.model, facts={**profile.model.facts, "measured": True})
+    forward, backward = (
+        sum(getattr(own, name) for _, own in common) / sum(getattr(own, name) for own, _ in common)
+        for name in ("forward_ms", "backward_ms")
+    )
+
+    def scaled(record: ChoiceRecord) -> ChoiceRecord:
+        return replace(
+            record,
+            forward_ms=record.forward_ms * forward,
+            backward_ms=record.backward_ms * backward,
+            source="bytes: meta step; times: roofline, scaled by what was measured",
+        )
+
+    def merged(kind: LayerKind) -> LayerKind:
+        records = [found.get((kind.name, own.choice)) or scaled(own) for own in kind.choices]
+        # Scaled times are moved, not measured ones, if a choice would be faster than its part.
+        weights = [1e6 if record.source == MEASURED else 1.0 for record in records]
+        return replace(kind, choices=in_order(records, weights))
+
+    names = {kind.name: [c for n, c in found if n == kind.name] for kind in profile.kinds}
+    counts = [f"{len(choices)} of {name}" for name, choices in names.items() if choices]
+    where = measured.fingerprint.get("device", "a device it does not name")
+    said = (
+        f"Measured on {where}: choices {', '.join(counts)}. All else is modelled: bytes are those "
+        f"of a run on meta tensors, times a roofline x {forward:.2f} (forward) and x "
+        f"{backward:.2f} (backward), measured over modelled time."
+    )
     return replace(
         profile,
-        model=model,
-        kinds=tuple(_merged(kind, other, overall) for kind, other in pairs),
-        embedding=_scaled(profile.embedding, overall),
-        head=_scaled(profile.head, overall),
-        final_norm=profile.final_norm and _scaled(profile.final_norm, overall),
+        model=replace(profile.model, facts={**profile.model.facts, "measured": True}),
+        kinds=tuple(map(merged, profile.kinds)),
+        embedding=scaled(profile.embedding),
+        head=scaled(profile.head),
+        final_norm=profile.final_norm and scaled(profile.final_norm),
         fingerprint={**profile.fingerprint, "measured": measured.fingerprint.get("device", "")},
-        assumptions=(_sentence(pairs, measured, overall), *profile.assumptions[1:]),
+        assumptions=(said, *profile.assumptions[1:]),
     )
 
 
@@ -89,15 +115,6 @@ def measured_kinds(profile: Profile) -> list[LayerKind]:
     return found
 
 
-def _differences(profile: Profile, measured: Profile) -> list[str]:
-    ours, theirs = _facts(profile), _facts(measured)
-    return [
-        f"{name} {theirs[name]!r}, not {ours[name]!r}"
-        for name in ours
-        if ours[name] != theirs[name]
-    ]
-
-
 def _facts(profile: Profile) -> dict[str, Any]:
     config = profile.model.facts.get("transformer_config")
     if config is None:
@@ -110,55 +127,3 @@ def _facts(profile: Profile) -> dict[str, Any]:
     found = {name: config.get(name) for name in LAYER_FIELDS}
     fields = {n: list(v) if isinstance(v, tuple) else v for n, v in found.items()}  # as in JSON
     return {**asdict(profile.parallelism), **fields, "8 or 4 bit": narrow}
-
-
-def _measured_record(kind: LayerKind | None, choice: str) -> ChoiceRecord | None:
-    return next((r for r in kind.choices if r.choice == choice), None) if kind else None
-
-
-def _common(kind: LayerKind, other: LayerKind) -> list[tuple[ChoiceRecord, ChoiceRecord]]:
-    pairs = ((record, _measured_record(other, record.choice)) for record in kind.choices)
-    return [(modelled, found) for modelled, found in pairs if found is not None]
-
-
-def _ratio(common: Sequence[tuple[ChoiceRecord, ChoiceRecord]]) -> _Ratio:
-    sums = [
-        sum(getattr(pair[side], name) for pair in common)
-        for name in ("forward_ms", "backward_ms")
-        for side in (0, 1)
-    ]
-    return _Ratio(sums[1] / sums[0], sums[3] / sums[2])
-
-
-def _merged(kind: LayerKind, other: LayerKind | None, overall: _Ratio) -> LayerKind:
-    common = _common(kind, other) if other else []
-    ratio = _ratio(common) if common else overall
-    records = []
-    for modelled in kind.choices:
-        found = _measured_record(other, modelled.choice)
-        records.append(found or _scaled(modelled, ratio))
-    # Scaled times are moved, not measured ones, if a choice would be faster than its part.
-    weights = [1e6 if record.source == MEASURED else 1.0 for record in records]
-    return replace(kind, choices=in_order(records, weights))
-
-
-def _scaled(record: ChoiceRecord, ratio: _Ratio) -> ChoiceRecord:
-    return replace(
-        record,
-        forward_ms=record.forward_ms * ratio.forward,
-        backward_ms=record.backward_ms * ratio.backward,
-        source="bytes: meta step; times: roofline, scaled by what was measured",
-    )
-
-
-def _sentence(
-    pairs: Sequence[tuple[LayerKind, LayerKind | None]], measured: Profile, overall: _Ratio
-) -> str:
-    counts = [f"{len(_common(kind, other))} of {kind.name}" for kind, other in pairs if other]
-    where = measured.fingerprint.get("device", "a device it does not name")
-    return (
-        f"Measured on {where}: choices {', '.join(counts)}. All else is modelled: bytes are those "
-        f"of a run on meta tensors, times a roofline x {overall.forward:.2f} (forward) and x "
-        f"{overall.backward:.2f} (backward), measured over modelled time; a kind with measured "
-        "choices has its own ratio."
-    )

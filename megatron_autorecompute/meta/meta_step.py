@@ -10,8 +10,7 @@ It does not show times, temporaries inside kernels, the allocator's rounding and
 Transformer Engine's kernels, or MoE imbalance: tokens are routed evenly. Gradients count as already
 allocated; each weight gradient exists once more while it is added, as in Megatron without
 ``gradient_accumulation_fusion``. CUDA-only fusions of the config run unfused (masked softmax,
-persistent LayerNorm). Context parallelism, EP overlap and dispatchers that need a device run with
-the stand-ins of a job alone (`model.run_stage`).
+persistent LayerNorm). `model.run_stage` runs a stage of a job.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_autorecompute.compat import layer_specs
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
-from megatron_autorecompute.meta import without_cuda
-from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
+from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
@@ -170,32 +168,6 @@ def _start_process() -> None:
     logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-def stage_step(
-    config: Any,
-    stage: int,
-    shape: StepShape,
-    policy: RecomputePolicy | None = None,
-    build: Build | None = None,
-) -> StageStep:
-    """One step of the first tensor and data parallel rank of a pipeline stage, in this process.
-
-    Args:
-        config: a TransformerConfig with the real parallel sizes; only a copy is changed.
-        stage: pipeline rank.
-        shape: sizes of the step.
-        policy: applied to the built model; without it the config's own recompute fields are used.
-        build: makes a chunk; default build_gpt.
-
-    Raises MachineError if CUDA is visible; PolicyError and ApplyError as apply().
-    """
-    config = meta_config(config)
-    config.variable_seq_lengths = bool(shape.lengths)
-    with without_cuda.activate(meta=True), fake_ranks(config, stage, shape):
-        models = build_chunks(config, shape, build or build_gpt, torch.device("meta"))
-        with applied(policy, models):
-            return trace_step(models, shape, torch.device("meta"))
-
-
 def meta_config(config: Any) -> Any:
     """A copy without weight initialisation, CUDA-only fusions and callbacks of a running job."""
     changed = copy.copy(config)
@@ -252,40 +224,32 @@ def build_gpt(
     vp_stage: int | None,
     shape: StepShape,
     *,
-    position_embedding_type: str = "rope",
-    rotary_percent: float = 1.0,
-    share_embeddings_and_output_weights: bool = False,
     use_transformer_engine: bool = False,
+    **ends: Any,
 ) -> torch.nn.Module:
     """A GPTModel; MoE, MLA, MTP by the config.
 
     Its layers are Megatron's local ones (unfused attention), or those "with Transformer Engine",
-    which are stand-ins inside `kernels.stand_ins`.
+    which are stand-ins inside `kernels.stand_ins`. `ends` are arguments of GPTModel.
 
-    Set the keywords with functools.partial. With unfused RoPE a layer holds 4 sbh / tp bytes more
-    in 16 bit than with learned positions: the rotated q and k, beside the qkv tensor of which v is
-    a view.
+    With unfused RoPE a layer holds 4 sbh / tp bytes more in 16 bit than with learned positions: the
+    rotated q and k, beside the qkv tensor of which v is a view.
     """
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_decoder_layer_specs,
-        get_gpt_mtp_block_spec,
-    )
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
     engine = {"use_transformer_engine": use_transformer_engine}
-    if config.experimental_attention_variant is None:
-        spec = get_gpt_decoder_block_spec(config, **engine, vp_stage=vp_stage)
+    usual = config.experimental_attention_variant is None
+    if usual:
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, **engine, vp_stage=vp_stage)
     else:
         spec = layer_specs.block_spec(config, vp_stage)
-    mtp_spec = None
     if config.mtp_num_layers:
         # The depths are like the model's last layer, which may be on an earlier stage.
-        if config.experimental_attention_variant is None:
-            last = get_gpt_decoder_layer_specs(config, **engine)[-1]
-        else:
-            last = layer_specs.layer_specs(config)[-1]
-        mtp_spec = get_gpt_mtp_block_spec(config, last, **engine, vp_stage=vp_stage)
+        layers = gpt_layer_specs.get_gpt_decoder_layer_specs if usual else layer_specs.layer_specs
+        last = layers(config, **(engine if usual else {}))[-1]
+        ends["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, last, **engine, vp_stage=vp_stage
+        )
     return GPTModel(
         config,
         spec,
@@ -293,76 +257,9 @@ def build_gpt(
         max_sequence_length=shape.seq_length,
         pre_process=pre_process,
         post_process=post_process,
-        position_embedding_type=position_embedding_type,
-        rotary_percent=rotary_percent,
-        share_embeddings_and_output_weights=share_embeddings_and_output_weights,
-        mtp_block_spec=mtp_spec,
         vp_stage=vp_stage,
+        **{"position_embedding_type": "rope", **ends},
     )
-
-
-def build_hybrid(
-    config: Any,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None,
-    shape: StepShape,
-    *,
-    pattern: str,
-    spec: Any,
-    **ends: Any,
-) -> torch.nn.Module:
-    """A chunk of a HybridModel, with layers of a `hybrid_stack_spec`, and its ends as HybridModel
-    takes them."""
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    return HybridModel(
-        config,
-        spec,
-        vocab_size=shape.vocab_size,
-        max_sequence_length=shape.seq_length,
-        hybrid_layer_pattern=pattern,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        **ends,
-    )
-
-
-def build_local(config: Any, *where: Any, pattern: str, **ends: Any) -> torch.nn.Module:
-    """`build_hybrid` of Megatron's local layers."""
-    with layer_specs.torch_norm():
-        return build_hybrid(config, *where, pattern=pattern, spec=layer_specs.local_spec(), **ends)
-
-
-class TokenStep:
-    """forward_step_func over fresh zero tokens and labels [b, s], one causal mask [1, 1, s, s] for
-    each length s.
-
-    A mask is the same for every microbatch and step: static bytes, not activations.
-    """
-
-    def __init__(self, shape: StepShape, device: torch.device) -> None:
-        self.shape, self.device = shape, device
-        self.masks = {
-            length: torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
-            for length in set(shape.lengths or [shape.seq_length])
-        }
-        self.static = tuple(self.masks.values())
-
-    def __call__(self, iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """Run one microbatch; the iterator says which if they differ, and else is not asked."""
-        lengths = self.shape.lengths
-        length = lengths[next(iterator)] if lengths else self.shape.seq_length
-        size = (self.shape.micro_batch_size, length)
-        tokens, positions, labels = (
-            torch.zeros(size, dtype=torch.long, device=self.device) for _ in range(3)
-        )
-        return model(tokens, positions, self.masks[length], labels=labels), _mean_loss
-
-
-def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return losses.float().mean(), {}
 
 
 # ------------------------------------------------------------------------- one step, any device
@@ -371,22 +268,20 @@ def _mean_loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tens
 def trace_step(
     models: list[torch.nn.Module],
     shape: StepShape,
-    device: torch.device,
-    forward_step: ForwardStep | None = None,
+    forward_step: ForwardStep,
 ) -> StageStep:
     """Run one step of Megatron's schedule on built chunks, and record the bytes alive in each part.
     If the chunks offload, a step goes before it: the warm-up of Megatron's offload.
 
     Needs Megatron's parallel state. Works on CPU tensors in real ranks as well; the tests compare
     the two. Gradients are allocated first, as static bytes, except for parameters with a main_grad.
-    `forward_step` is by default a TokenStep; tensors in its `static` stay from step to step.
+    Tensors in the `static` of `forward_step` stay from step to step.
     """
     from megatron.core import parallel_state
 
     parameters = [p for model in models for p in model.parameters()]
     gradients = [g for p in parameters if (g := _gradient(p)) is not None]
     buffers = [b for model in models for b in model.buffers()]
-    forward_step = forward_step or TokenStep(shape, device)
     buffers += getattr(forward_step, "static", ())
     config: Any = models[0].config
     if getattr(config, "fine_grained_activation_offloading", False):

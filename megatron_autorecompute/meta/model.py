@@ -11,9 +11,9 @@ import contextlib
 import dataclasses
 import functools
 import os
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ from megatron_autorecompute.meta.meta_step import (
     applied,
     build_chunks,
     build_gpt,
-    build_hybrid,
     kept_between_steps,
     meta_config,
     trace_step,
@@ -85,6 +84,15 @@ LEFT_OUT = {
     megatron_fields.POLICY_FIELD: None,
 }
 """Fields that the model is built without: they need a device, or are what is to be planned."""
+
+
+EVEN_SPLIT = {
+    **dict.fromkeys(("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")),
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "pipeline_model_parallel_layout": None,
+}
+"""Fields that say where layers are, with the values for equally many in every chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +178,7 @@ def run_stage(
         parameters = [p for model in models for p in model.parameters()]
         add_main_gradients(parameters, dummies=job.makes_dummies)
         with applied(policy, models):
-            return trace_step(models, shape, torch.device("meta"), step)
+            return trace_step(models, shape, step)
 
 
 @contextlib.contextmanager
@@ -247,7 +255,14 @@ def refusals(name: str) -> Iterator[None]:
     except (AutorecomputeError, MemoryError):
         raise
     except Exception as error:
-        place = _in_megatron(error.__traceback__)
+        # The last line of Megatron's own code, or of a stand-in that it called: the fault may be
+        # this package's and not the job's.
+        place = None
+        for frame, line in traceback.walk_tb(error.__traceback__):
+            module = str(frame.f_globals.get("__name__", ""))
+            package = module.partition(".")[0]
+            if package == "megatron" or (place and package == "megatron_autorecompute"):
+                place = f"{module}, line {line}"
         if place is None or is_out_of_memory(error):
             raise
         reason = " ".join(str(error).split())
@@ -255,19 +270,6 @@ def refusals(name: str) -> Iterator[None]:
             f"{name}: Megatron cannot run this model: {type(error).__name__} in {place}: "
             f"{reason:.300}. Correct the job's fields; if they are right, report this."
         ) from error
-
-
-def _in_megatron(traceback: TracebackType | None) -> str | None:
-    """The last line of Megatron's own code, or of a stand-in that it called; None if there is none.
-    A stand-in is named, because the fault may be this package's and not the job's."""
-    place = None
-    while traceback is not None:
-        module = str(traceback.tb_frame.f_globals.get("__name__", ""))
-        package = module.partition(".")[0]
-        if package == "megatron" or (place and package == "megatron_autorecompute"):
-            place = f"{module}, line {traceback.tb_lineno}"
-        traceback = traceback.tb_next
-    return place
 
 
 def step_shape(job: Job, num_microbatches: int, lengths: Sequence[int] = ()) -> StepShape:
@@ -306,16 +308,21 @@ class JobStep:
         *,
         loads_mask: bool = False,
     ) -> None:
-        self.device, self.mask_bytes = device, job.attention_mask_bytes * loads_mask
-        ranks = job.size("context")
-        self._whole_mask_bytes = self.mask_bytes * ranks if ranks > 1 else 0
-        with device or torch.device("meta"):
-            made = {one: _Batch(job, one) for one in set(lengths or [job.seq_length])}
-        for batch in made.values() if lengths or job.packed_samples else ():
-            batch.pack(job)
-        self._several = bool(lengths)
+        own, ranks = job.attention_mask_bytes * loads_mask, job.size("context")
+        # This rank's queries are taken out of the whole mask (Megatron-LM's
+        # get_batch_on_this_cp_rank), which leaves a hole.
+        self._masks_bytes = [own * ranks, own] if ranks > 1 else [own]
+        self._device, self._several = device or torch.device("meta"), bool(lengths)
+        packs = self._several or job.packed_samples
+        made = {
+            one: _batch(job, one, self._device, packs=packs)
+            for one in set(lengths or [job.seq_length])
+        }
         self._batches = [made[one] for one in lengths or [job.seq_length]]
-        self.static = [tensor for batch in made.values() for tensor in batch.tensors]
+        values = [part for batch in made.values() for part in batch.values()]
+        packings = [part for part in values if isinstance(part, PackedSeqParams)]
+        values += [part for packing in packings for part in vars(packing).values()]
+        self.static = [value for value in values if isinstance(value, torch.Tensor)]
 
     def __call__(
         self, iterator: Any, model: Any, return_schedule_plan: bool = False
@@ -323,51 +330,37 @@ class JobStep:
         """Run one microbatch; the iterator says which if they differ, and else is not asked. EP
         overlap asks for the model's plan of it, in place of its output: nothing has run yet."""
         batch = self._batches[next(iterator) if self._several else 0]
-        loaded = self._loaded_mask()
+        loaded = [torch.empty(n, dtype=torch.bool, device=self._device) for n in self._masks_bytes]
+        del loaded[:-1]
         run = model.build_schedule_plan if return_schedule_plan else model
-        output = run(
-            batch.tokens, batch.positions, batch.mask, labels=batch.labels, **batch.packing
-        )
+        output = run(**batch)
         del loaded
         return output, lambda losses: (losses.float().mean(), {})
 
-    def _loaded_mask(self) -> torch.Tensor:
-        """This rank's queries; they are taken out of the whole mask (Megatron-LM's
-        get_batch_on_this_cp_rank), which leaves a hole."""
-        sizes = self._whole_mask_bytes, self.mask_bytes
-        device = self.device or torch.device("meta")
-        masks = [torch.empty(size, dtype=torch.bool, device=device) for size in sizes]
-        return masks.pop()
 
-
-class _Batch:
-    """Tokens, positions, labels and mask of one microbatch, on torch's default device."""
-
-    def __init__(self, job: Job, length: int) -> None:
-        size = (job.micro_batch_size, length // job.size("context"))
-        self.length = length
-        self.tokens, self.labels = (torch.randint(job.vocab_size, size) for _ in range(2))
-        self.positions = torch.arange(size[1]).repeat(size[0], 1)
-        self.mask = None
-        if job.transformer_impl == "local":
-            self.mask = torch.ones(1, 1, size[1], size[1], dtype=torch.bool).triu(1)
-        self.tensors = [self.tokens, self.positions, self.labels]
-        self.tensors += [] if self.mask is None else [self.mask]
-        self.packing: dict[str, Any] = {}
-
-    def pack(self, job: Job) -> None:
-        """Give it THD packing, as one sample: bytes of fused attention are per token. Megatron's
-        local attention takes no packed samples."""
-        if self.mask is not None:
-            return
-        ends = torch.tensor([0, self.length], dtype=torch.int32)
+def _batch(job: Job, length: int, device: torch.device, *, packs: bool) -> dict[str, Any]:
+    """What a model takes of one microbatch. If it is packed (THD) it is one sample: bytes of fused
+    attention are per token. Megatron's local attention takes no packed samples."""
+    samples, tokens = job.micro_batch_size, length // job.size("context")
+    local = job.transformer_impl == "local"
+    with device:
+        ids, labels = (torch.randint(job.vocab_size, (samples, tokens)) for _ in range(2))
+        batch: dict[str, Any] = {
+            "input_ids": ids,
+            "position_ids": torch.arange(tokens).repeat(samples, 1),
+            "attention_mask": torch.ones(1, 1, tokens, tokens, dtype=torch.bool).triu(1)
+            if local
+            else None,
+            "labels": labels,
+        }
+    if packs and not local:
+        ends = torch.tensor([0, length], dtype=torch.int32)
         both = {name: ends for name in ("cu_seqlens_q", "cu_seqlens_kv")}
-        most = {name: self.length for name in ("max_seqlen_q", "max_seqlen_kv")}
+        most = {name: length for name in ("max_seqlen_q", "max_seqlen_kv")}
         # Mamba layers read from it to which sample every token belongs.
-        whole = {"total_tokens": self.length} if job.pattern is not None else {}
-        packing = PackedSeqParams("thd", **both, **most, **whole)
-        self.packing = {"packed_seq_params": packing}
-        self.tensors += [ends, *([packing.seq_idx] if whole else [])]
+        whole = {"total_tokens": length} if job.pattern is not None else {}
+        batch["packed_seq_params"] = PackedSeqParams("thd", **both, **most, **whole)
+    return batch
 
 
 def add_main_gradients(
@@ -412,19 +405,9 @@ def build_chunk(
 ) -> torch.nn.Module:
     """One chunk of the job's model, as `meta_step.Build`.
 
-    spec: the spec of a HybridModel's layers; without, they are stand-ins.
+    spec: the spec of a HybridModel's layers; without, they are stand-ins, or Megatron's local ones.
     """
     local = job.transformer_impl == "local"
-    if local and job.pattern is not None:
-        raise OptionError(
-            f"{job.name}: transformer_impl local with hybrid_layer_pattern: Megatron builds the "
-            "layers of hybrid models with Transformer Engine only. Use transformer_engine."
-        )
-    if local and (job.lora_rank or job.precision != "bf16"):
-        raise OptionError(
-            f"{job.name}: transformer_impl local with lora_rank {job.lora_rank} and precision "
-            f"{job.precision}: both need the stand-ins. Use transformer_engine."
-        )
     ends: dict[str, Any] = {
         # YaRN's angles have the shapes of rope's, and its fields are on no TransformerConfig.
         "position_embedding_type": job.position_embedding_type.replace("yarn", "rope"),
@@ -433,11 +416,25 @@ def build_chunk(
     }
     pattern = stage_layout.pattern_of(config)
     if pattern is None:
-        build = functools.partial(build_gpt, use_transformer_engine=not local)
+        ends["use_transformer_engine"] = not local
+        model = build_gpt(config, pre, post, vp_stage, shape, **ends)
     else:
-        spec = spec or layer_specs.with_modules(kernels.LAYERS)
-        build = functools.partial(build_hybrid, pattern=str(pattern), spec=spec)
-    model = build(config, pre, post, vp_stage, shape, **ends)
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        if local:
+            spec = layer_specs.local_spec()
+        with layer_specs.torch_norm() if local else contextlib.nullcontext():
+            model = HybridModel(
+                config,
+                spec or layer_specs.with_modules(kernels.LAYERS),
+                vocab_size=shape.vocab_size,
+                max_sequence_length=shape.seq_length,
+                hybrid_layer_pattern=str(pattern),
+                pre_process=pre,
+                post_process=post,
+                vp_stage=vp_stage,
+                **ends,
+            )
     layer_parts.note_asked(config, job.config | {"fp8": job.precision != "bf16"})
     if job.saves_original_inputs:
         layer_modules.note_quantised(config, model)
@@ -462,12 +459,8 @@ def shard_config(
         **_pattern(job, kind_of),
         "num_layers": len(kind_of),
         "pipeline_model_parallel_size": 1,
+        **EVEN_SPLIT,
         "virtual_pipeline_model_parallel_size": None,
-        "pipeline_model_parallel_layout": None,
-        "num_layers_in_first_pipeline_stage": None,
-        "num_layers_in_last_pipeline_stage": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
         "microbatch_group_size_per_vp_stage": None,
         "defer_embedding_wgrad_compute": False,
     }
@@ -543,8 +536,6 @@ def _defaults(job: Job) -> dict[str, Any]:
 
 def _pattern(job: Job, kind_of: dict[int, JobKind]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if isinstance(comm := job.resolved.cp_comm_type, list):
-        fields["cp_comm_type"] = comm[0]  # the same for all layers
     pattern = job.pattern
     if pattern is not None:
         symbols = "".join(kind.symbol for kind in kind_of.values())

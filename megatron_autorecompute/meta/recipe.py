@@ -159,18 +159,11 @@ def _set_overlaps(name: str, cfg: Any, num_gpus: int) -> None:
 
 
 def _model(model: Any) -> dict[str, Any]:
-    from megatron.core.transformer.transformer_config import (
-        MLATransformerConfig,
-        TransformerConfig,
-    )
-
-    from megatron_autorecompute.compat import stage_layout
+    from megatron_autorecompute.compat import model_facts, stage_layout
 
     config = stage_layout.transformer_config(model)
-    config_type = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
-    known = {
-        field.name: getattr(config, field.name, None) for field in dataclasses.fields(config_type)
-    }
+    fields = dataclasses.fields(model_facts.config_type(config.multi_latent_attention))
+    known = {field.name: getattr(config, field.name, None) for field in fields}
     pattern = stage_layout.pattern_of(config)
     if pattern is not None:
         known["hybrid_layer_pattern"] = str(pattern)
@@ -250,29 +243,33 @@ def fields_of_peft(peft: Any, model: Any, name: str) -> dict[str, Any]:
             f"The recipe {name} trains with {type(peft).__name__} (peft), and of Bridge's methods "
             f"only LoRA is modelled without a device. {IN_A_JOB}"
         )
-    found = [f"peft.{field} {getattr(peft, field)!r:.80}" for field in _unmodelled(peft, model)]
-    if found:
+    experts = bool(model.num_moe_experts)
+    # Some are of newer versions.
+    counted = {
+        "exclude_modules": True,
+        "a2a_experimental": model.sequence_parallel,
+        "sequence_parallel_input_regather": model.sequence_parallel,
+        "normalize_moe_lora": experts,
+        "experts_shared_outer_loras": experts,
+    }
+    on = [field for field, counts in counted.items() if counts and getattr(peft, field, None)]
+    on += (
+        ["share_expert_adapters"]
+        if experts and not getattr(peft, "share_expert_adapters", True)
+        else []
+    )
+    if experts and not getattr(peft, "share_expert_adapters", True):
+        on.append("share_expert_adapters")
+    if peft.dropout and peft.dropout_position != "pre":
+        on.append("dropout_position")
+    if on:
+        found = " and ".join(f"peft.{field} {getattr(peft, field)!r:.80}" for field in on)
         raise OptionError(
-            f"The recipe {name} sets {' and '.join(found)}, which changes what adapters keep and "
-            f"is not modelled without a device. {IN_A_JOB}"
+            f"The recipe {name} sets {found}, which changes what adapters keep and is not modelled "
+            f"without a device. {IN_A_JOB}"
         )
     return {
         "lora_rank": int(peft.dim),
         "lora_target_modules": list(peft.target_modules or ()),
         "lora_dropout": float(peft.dropout),
     }
-
-
-def _unmodelled(peft: Any, model: Any) -> list[str]:
-    """Settings of Bridge's LoRA, some of them of newer versions, that are on and matter."""
-    on = ["exclude_modules"]
-    if model.sequence_parallel:
-        on += ["a2a_experimental", "sequence_parallel_input_regather"]
-    if model.num_moe_experts:
-        on += ["normalize_moe_lora", "experts_shared_outer_loras"]
-    found = [field for field in on if getattr(peft, field, None)]
-    if model.num_moe_experts and not getattr(peft, "share_expert_adapters", True):
-        found.append("share_expert_adapters")
-    if peft.dropout and peft.dropout_position != "pre":
-        found.append("dropout_position")
-    return found

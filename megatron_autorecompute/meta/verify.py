@@ -1,10 +1,13 @@
 """Compares a plan's predicted peaks with Megatron's own schedule, stage by stage, without a device.
 
-The model is rebuilt on meta tensors from the facts in the profile (`compat.model_facts`), so the
-check runs on any machine. A measured model can be rebuilt with Megatron's local layers only; one
-with Transformer Engine's layers is refused, because other layers would run here. A profile made
-without a device contains its job, which is run with the same stand-ins: this checks that layers,
-stages and schedule add up to what Megatron does, and not the stand-ins.
+The job is run on meta tensors, so the check runs on any machine. A profile made without a device
+contains its job, which is run with the same stand-ins: this checks that layers, stages and schedule
+add up to what Megatron does, and not the stand-ins. Of a measured profile the facts
+(`compat.model_facts`) describe a job of Megatron's local layers; Transformer Engine's are refused,
+because other layers would run here.
+
+In calls whose microbatches differ in length stages exchange shapes (`variable_seq_lengths`), and
+samples are packed (THD) where the model's attention takes packed samples.
 """
 
 from __future__ import annotations
@@ -12,30 +15,24 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
-from megatron_autorecompute.compat import model_facts, stage_layout
+from megatron_autorecompute.compat import model_facts
 from megatron_autorecompute.errors import OptionError, ProfileError, VerificationError
-from megatron_autorecompute.meta.fake_ranks import StepShape
+from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.meta.job import Job, job_from
-from megatron_autorecompute.meta.meta_step import (
-    Build,
-    StageStep,
-    build_gpt,
-    build_local,
-    in_processes,
-    stage_step,
-    workers,
-)
-from megatron_autorecompute.meta.model import refusals, run_stage
-from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES, pattern_of_job
+from megatron_autorecompute.meta.meta_step import StageStep, in_processes, workers
+from megatron_autorecompute.meta.model import EVEN_SPLIT, run_stage
+from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import layout_text
-from megatron_autorecompute.planner.cost.peak_memory import Peak
+from megatron_autorecompute.planner.cost.lengths import Arrangement
+from megatron_autorecompute.planner.cost.peak_memory import Peak, stage_base
 from megatron_autorecompute.planner.cost.policy_cost import evaluate
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.search.buckets import EXAMPLES
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import HostLink
 from megatron_autorecompute.units import GIB, gib
@@ -43,12 +40,14 @@ from megatron_autorecompute.units import GIB, gib
 TOLERANCE = 0.005
 """The relative difference from Megatron's that a predicted activation peak may have."""
 BESIDE = 3
-"""Boundary tensors; see `StageCheck.combined`."""
+"""Boundary tensors; see `StageCheck.allowed_bytes`."""
 # The schedule contains neither the optimizer step nor what a job's own forward_step keeps.
 WITHOUT_OPTIMIZER: dict[str, Any] = {"optimizer_step_peak_bytes": 0}
 AT_ONCE = HostLink(1e9, 1e9, 0)
 """Copies on meta tensors take no time; `StageCheck.static_bytes` has what copies under way add."""
 COMPARABLE: dict[str, Any] = {**WITHOUT_OPTIMIZER, "overhead": None, "residual_bytes": 0}
+Lengths = tuple[int, ...]
+"""Tokens of each microbatch of a call, on one rank, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +66,12 @@ class StageCheck:
     """Static bytes from the profile, plus what the measured job itself kept, plus what copies under
     way to host memory add to the peak."""
     budget_bytes: int
-    boundary_bytes: int = 0
-    """One boundary tensor, where a prediction may be too high by this: with EP overlap, and by a
-    profile without `kept_gradient_bytes`, which counts the gradient of a chunk's output twice if
-    the chunk's last layer is no checkpoint. 0 elsewhere."""
-    combined: bool = False
-    """Whether forwards run beside backwards (EP overlap). Then a prediction may be too high by
-    BESIDE boundary tensors: what a dispatcher keeps of its last microbatch and no layer saves
-    counts for every microbatch in flight, and in static bytes."""
+    allowed_bytes: int = 0
+    """By how much a prediction may be too high: by one boundary tensor with a profile without
+    `kept_gradient_bytes`, which counts the gradient of a chunk's output twice if the chunk's last
+    layer is no checkpoint; with EP overlap by BESIDE of them, because what a dispatcher keeps of
+    its last microbatch and no layer saves counts for every microbatch in flight, and in static
+    bytes."""
     iteration: int | None = None
     """The job's own iteration whose policy and microbatches ran; None: the plan's."""
     job_bytes: int | None = None
@@ -115,16 +112,15 @@ class StageCheck:
 
     @property
     def agrees(self) -> bool:
-        """Whether the prediction is within TOLERANCE of Megatron's peak, or at most one boundary
-        tensor too high; with EP overlap, BESIDE of them.
+        """Whether the prediction is within TOLERANCE of Megatron's peak, or too high by at most
+        `allowed_bytes`.
 
         That of a call with mixed lengths comes from lines that lie on or above what was measured,
         so it may be too high by more; the plan's own peak must bound the call's."""
         too_high = self.predicted_bytes - self.megatron_bytes
         if self.call is not None:
             return self.error >= -TOLERANCE and self.bounded
-        allowed = self.boundary_bytes * (BESIDE if self.combined else 1)
-        return abs(self.error) <= TOLERANCE or 0 < too_high <= allowed
+        return abs(self.error) <= TOLERANCE or 0 < too_high <= self.allowed_bytes
 
 
 def verify(
@@ -152,8 +148,10 @@ def verify(
         peak.breakdown.static_bytes - kept
         for peak, kept in zip(comparable, kept_bytes(plan), strict=True)
     ]
-    combined = plan.schedule.overlap_moe_expert_parallel_comm
-    exact = not combined and _knows_kept_gradients(plan)
+    records = [record for kind in plan.profile.kinds for record in kind.choices]
+    allowed = int(any(record.kept_gradient_bytes is None for record in records))
+    if plan.schedule.overlap_moe_expert_parallel_comm:
+        allowed = BESIDE
     checks: list[StageCheck] = []
 
     def check(run: StageStep) -> None:
@@ -167,14 +165,13 @@ def verify(
                 str(run.peak_span.where),
                 static_bytes + peaks[stage].bytes - without.bytes,
                 plan.budget_bytes[stage],
-                0 if exact else plan.profile.boundary_bytes,
-                combined,
+                allowed * plan.profile.boundary_bytes,
                 job_bytes=plan.measured_peak_bytes[stage] if plan.measured_peak_bytes else None,
             )
         )
         done(checks[-1])
 
-    run_stages_of(plan, _shortest(plan, comparable), check)
+    run_stages_of(plan, _fewest(plan, comparable), check)
     return tuple(checks)
 
 
@@ -254,11 +251,6 @@ def kept_bytes(plan: Plan) -> list[int]:
     return [sum(kind.static.buffer_bytes for kind in stage if kind.static) for stage in kinds]
 
 
-def _knows_kept_gradients(plan: Plan) -> bool:
-    records = (record for kind in plan.profile.kinds for record in kind.choices)
-    return all(record.kept_gradient_bytes is not None for record in records)
-
-
 def _peaks(
     plan: Plan, schedule: Schedule, link: HostLink | None = None, **changed: Any
 ) -> list[Peak]:
@@ -270,99 +262,145 @@ def _peaks(
     return [stage.peak for stage in cost.stages]
 
 
-def _shortest(plan: Plan, peaks: list[Peak]) -> list[int]:
-    """The least number of microbatches on every stage with its predicted peak of the whole step.
-    After its warm-up a stage repeats itself: 256 microbatches show nothing new after 24."""
+def _fewest(plan: Plan, peaks: list[Peak]) -> int:
+    """The least number of microbatches with the predicted peaks of the whole step. After its
+    warm-up a stage repeats itself: 256 microbatches show nothing new after 24."""
     schedule = plan.schedule
-    found = [schedule.num_microbatches] * schedule.num_stages
     interleaved = schedule.num_chunks > 1
-    number = 2 * schedule.group_size if interleaved else schedule.warmup_of_last_stage + 2
-    open_stages = set(range(schedule.num_stages))
-    while number < schedule.num_microbatches and open_stages:
+    number = 2 * schedule.group_size if interleaved else schedule.num_stages + 1
+    while number < schedule.num_microbatches:
         shorter = _peaks(plan, replace(schedule, num_microbatches=number), AT_ONCE, **COMPARABLE)
-        for stage in tuple(open_stages):
-            settled = interleaved or number >= schedule.warmup(stage) + 2
-            if settled and shorter[stage].bytes == peaks[stage].bytes:
-                found[stage] = number
-                open_stages.discard(stage)
+        if [peak.bytes for peak in shorter] == [peak.bytes for peak in peaks]:
+            return number
         number += schedule.group_size if interleaved else 1
-    return found
+    return schedule.num_microbatches
 
 
 def run_stages_of(
     plan: Plan,
-    num_microbatches: Sequence[int],
+    num_microbatches: int,
     done: Callable[[StageStep], None],
-    lengths: Sequence[Sequence[int]] | None = None,
+    calls: Sequence[Lengths] = ((),),
 ) -> None:
-    """Run every stage of a plan in Megatron's own schedule, in one step or several.
+    """Run every stage of a plan in Megatron's own schedule, in one call or several.
 
     Args:
         plan: its model is built again.
-        num_microbatches: in the step of each stage; then in the next step of each.
-        done: called with each stage's run, first stage first, step by step.
-        lengths: of the microbatches of each of these, in tokens on a rank; None: the plan's.
+        num_microbatches: of a call whose microbatches have the plan's length.
+        done: called with each stage's run, first stage first, call by call.
+        calls: tokens of each microbatch on a rank; an empty one: the plan's.
 
     Raises: as `verify`.
     """
-    facts = plan.profile.model.facts
-    if facts.get("measured"):
-        raise ProfileError(
-            "Some of the profile's records come from a device, by --measured or by profile "
-            "--device, but stand-ins run here, whose bytes may differ. Verify the plan of a "
-            "profile made by estimate, or on the device with --recompute-policy @PLAN."
-        )
-    run: Callable[[int], StageStep]
-    own = _on_all_ranks(plan, lengths) or [()] * len(num_microbatches)
-    if "job" in facts:  # made without a device
-        job = job_from(facts["job"], "The profile's model.facts.job")
-        piped = replace(job, config={**job.config, **_pipeline_fields(plan)})
-        run = functools.partial(_run_job, piped, tuple(num_microbatches), own, plan.policy)
-    else:
-        config, build = rebuilt(plan)
-        shape = _shape(plan)
-        shapes = [
-            replace(shape, num_microbatches=number, lengths=each)
-            for number, each in zip(num_microbatches, own, strict=True)
-        ]
-        name = plan.profile.model.name
-        run = functools.partial(_run_rebuilt, name, config, shapes, plan.policy, build)
-    numbers = range(len(num_microbatches))
+    ranks = plan.profile.parallelism.context_parallel  # lengths before it splits them
+    whole = [tuple(ranks * one for one in lengths) for lengths in calls]
+    run = functools.partial(_run, job_of(plan), num_microbatches, whole, plan.policy)
+    numbers = range(len(whole) * plan.layout.num_stages)
     in_processes(run, numbers, workers(len(numbers)), done)
 
 
-def _run_job(
-    job: Job,
-    num_microbatches: Sequence[int],
-    lengths: Sequence[tuple[int, ...]],
-    policy: RecomputePolicy,
-    number: int,
+def _run(
+    job: Job, num_microbatches: int, calls: Sequence[Lengths], policy: RecomputePolicy, number: int
 ) -> StageStep:
-    stage = number % job.size("pipeline")
-    return run_stage(job, num_microbatches[number], policy, stage, lengths[number])
+    call, stage = divmod(number, job.size("pipeline"))
+    lengths = calls[call]
+    return run_stage(job, len(lengths) or num_microbatches, policy, stage, lengths)
 
 
-def _run_rebuilt(
-    name: str,
-    config: Any,
-    shapes: Sequence[StepShape],
-    policy: RecomputePolicy,
-    build: Build,
-    number: int,
-) -> StageStep:
-    with refusals(name):
-        stage = number % config.pipeline_model_parallel_size
-        return stage_step(config, stage, shapes[number], policy, build)
+def calls_of(plan: Plan) -> tuple[Lengths, ...]:
+    """Calls to try, of those that the profile keeps: the fullest with its longest microbatches
+    first, and two others. A plan with EP overlap, or whose profile keeps none, has no such calls.
+    """
+    texts = plan.profile.model.facts.get(EXAMPLES)
+    if not texts or plan.schedule.overlap_moe_expert_parallel_comm:
+        return ()
+    found = [tuple(map(int, text.split())) for text in texts]
+    fullest = max(found, key=sum)
+    others = [lengths for lengths in found if lengths is not fullest]
+    return (tuple(sorted(fullest, reverse=True)), *others[:2])
 
 
-def _on_all_ranks(
-    plan: Plan, lengths: Sequence[Sequence[int]] | None
-) -> list[tuple[int, ...]] | None:
-    """Lengths before context parallelism splits them."""
-    ranks = plan.profile.parallelism.context_parallel
-    if lengths is None:
-        return None
-    return [tuple(ranks * one for one in call) for call in lengths]
+def cap_of(plan: Plan) -> int:
+    """The tokens of a microbatch on a rank that the plan is for."""
+    sizes = plan.profile.parallelism
+    return sizes.seq_length * sizes.micro_batch_size // sizes.context_parallel
+
+
+def verify_calls(
+    plan: Plan,
+    calls: Sequence[Lengths],
+    bounds: Sequence[StageCheck],
+    done: Callable[[StageCheck], None] = lambda _: None,
+) -> tuple[StageCheck, ...]:
+    """Run every stage of a plan in calls of mixed lengths.
+
+    The plan is for the longest microbatch, and so bounds every call of shorter ones
+    (docs/decisions/bytes.md). These runs test that bound.
+
+    Args:
+        plan: the plan to check; its profile has lines.
+        calls: lengths, each padded here to what Megatron can divide.
+        bounds: the plan's own checks, every microbatch as long as the plan's.
+        done: called with each stage's check, call after call.
+
+    Raises: ProfileError if the profile holds for one length, and what `verify` raises.
+    """
+    found: list[StageCheck] = []
+    padded = [_padded(plan, lengths) for lengths in calls]
+    predicted = [
+        _predicted_bytes(plan, lengths, stage) for lengths in padded for stage in range(len(bounds))
+    ]
+
+    def check(run: StageStep) -> None:
+        call, stage = divmod(len(found), len(bounds))
+        bound, lengths = bounds[stage], padded[call]
+        found.append(
+            replace(
+                bound,
+                predicted_bytes=predicted[len(found)],
+                megatron_bytes=run.peak_bytes,
+                megatron_moment=str(run.peak_span.where),
+                job_bytes=None,
+                call=call + 1,
+                lengths=lengths,
+                bound_bytes=bound.megatron_bytes if max(lengths) <= cap_of(plan) else None,
+            )
+        )
+        done(found[-1])
+
+    if calls:
+        run_stages_of(plan, 0, check, padded)
+    return tuple(found)
+
+
+def _padded(plan: Plan, lengths: Lengths) -> Lengths:
+    """Lengths as a loop pads them; interleaved, the longest are halved until the number fits."""
+    sizes, stages = plan.profile.parallelism, plan.layout.num_stages
+    unit = sizes.tensor_parallel if sizes.sequence_parallel else 1
+    unit *= 2 if sizes.context_parallel > 1 else 1
+    own = list(lengths)
+    while plan.layout.num_chunks > 1 and len(own) % stages:
+        longest = max(range(len(own)), key=own.__getitem__)
+        half = own[longest] // 2
+        own[longest : longest + 1] = [own[longest] - half, max(1, half)]
+    return tuple(-(-one // unit) * unit for one in own)
+
+
+def _predicted_bytes(plan: Plan, lengths: Lengths, stage: int) -> int:
+    """Activation peak of a stage, as `StageCheck.predicted_bytes` is of the plan."""
+    profile = replace(
+        plan.profile,
+        stages=tuple(replace(record, **COMPARABLE) for record in plan.profile.stages),
+    )
+    call = Arrangement(
+        profile,
+        plan.layout,
+        replace(plan.schedule, num_microbatches=len(lengths)),
+        plan.policy,
+        tuple(Microbatch.longest(one) for one in lengths),
+    )
+    static = stage_base(profile, plan.layout, stage).static.total_bytes
+    return call.stage_peak(stage) - static + kept_bytes(plan)[stage]
 
 
 def require_verified(checks: Sequence[StageCheck]) -> None:
@@ -420,8 +458,28 @@ def verdict(checks: Sequence[StageCheck]) -> str:
     return f"{said} The job's own peaks differ from these totals by at most {abs(furthest):.2%}."
 
 
-def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
-    """The config of the plan's model and the function that builds one chunk of it."""
+def job_of(plan: Plan) -> Job:
+    """The job whose model and pipeline are the plan's.
+
+    Raises: ProfileError if the profile does not say how to build the model, or if other layers
+    would run here.
+    """
+    facts = plan.profile.model.facts
+    if facts.get("measured"):
+        raise ProfileError(
+            "Some of the profile's records come from a device, by --measured or by profile "
+            "--device, but stand-ins run here, whose bytes may differ. Verify the plan of a "
+            "profile made by estimate, or on the device with --recompute-policy @PLAN."
+        )
+    made = facts.get("job")  # without a device
+    job = _job_of_layers(plan) if made is None else job_from(made, "The profile's model.facts.job")
+    return replace(job, config={**job.config, **_pipeline_fields(plan)})
+
+
+def _job_of_layers(plan: Plan) -> Job:
+    """The job whose layers were measured, by the facts that it wrote."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
     facts = plan.profile.model.facts
     lacking = [name for name in model_facts.NAMES if name not in facts]
     if lacking:
@@ -431,32 +489,34 @@ def rebuilt(plan: Plan) -> tuple[Any, Callable[..., Any]]:
             "HybridModel have them: measure again, or write them into the profile "
             "(docs/files.md)."
         )
-    if facts["transformer_impl"] != "local":
+    pattern = facts.get("hybrid_layer_pattern") or ""
+    if facts["transformer_impl"] != "local" or set(pattern) & set("MGD+"):
         raise ProfileError(
-            f"The profile was made with transformer_impl {facts['transformer_impl']!r}; without a "
-            "device only Megatron's local layers run, whose bytes differ. Verify on the "
-            "device with --recompute-policy @PLAN, or profile with --transformer-impl local."
-        )
-    fields = _pipeline_fields(plan)
-    pattern = fields.pop("hybrid_layer_pattern", None)
-    source = "The profile's transformer_config"
-    config = model_facts.config_of({**facts["transformer_config"], **fields}, source)
-    stage_layout.note_pattern(config, pattern)
-    ends = {name: facts[name] for name in model_facts.NAMES[-2:]}
-    if pattern is None:
-        return config, functools.partial(build_gpt, **ends)
-    _refuse_kernels(pattern)
-    return config, functools.partial(build_local, pattern=pattern, **ends)
-
-
-def _refuse_kernels(pattern: str) -> None:
-    """Raise ProfileError for layers whose kernels, of packages of their own, do not run here."""
-    for symbol in sorted(set(pattern) & set("MGD+")):
-        raise ProfileError(
-            f"The profile was measured of {symbol!r} layers ({FAMILIES[symbol]}) in hybrid_layer_"
-            f"pattern {pattern!r:.200}, whose kernels need a device. Verify on the device with "
+            f"The profile was made with transformer_impl {facts['transformer_impl']!r} and "
+            f"hybrid_layer_pattern {pattern!r:.200}. Without a device only Megatron's local layers "
+            "run, whose bytes differ, and no M, G, D or + layers. Verify on the device with "
             "--recompute-policy @PLAN, or the plan of a profile made by estimate."
         )
+    parallel = plan.profile.parallelism
+    ranks = parallel.tensor_parallel * parallel.context_parallel
+    replicas = math.lcm(parallel.expert_parallel * parallel.expert_tensor_parallel, ranks) // ranks
+    defaults = {field.name: field.default for field in fields(TransformerConfig)}
+    return Job(
+        name=plan.profile.model.name,
+        config={name: v for name, v in defaults.items() if v is not MISSING}
+        | facts["transformer_config"],
+        num_gpus=plan.layout.num_stages * ranks * replicas,
+        seq_length=parallel.seq_length,
+        micro_batch_size=parallel.micro_batch_size,
+        global_batch_size=parallel.micro_batch_size * replicas * plan.schedule.num_microbatches,
+        vocab_size=facts["vocab_size"],
+        make_vocab_size_divisible_by=1,
+        transformer_impl="local",
+        te_version="",
+        torch_compile=False,
+        position_embedding_type=facts["position_embedding_type"],
+        untie_embeddings_and_output_weights=not facts["share_embeddings_and_output_weights"],
+    )
 
 
 def _pipeline_fields(plan: Plan) -> dict[str, Any]:
@@ -464,13 +524,10 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
     layout, schedule = plan.layout, plan.schedule
     several = layout.num_chunks > 1
     fields: dict[str, Any] = {
+        **EVEN_SPLIT,
         "pipeline_model_parallel_size": layout.num_stages,
         "virtual_pipeline_model_parallel_size": layout.num_chunks if several else None,
         "pipeline_model_parallel_layout": None if _is_even(layout) else layout_text(layout),
-        "num_layers_in_first_pipeline_stage": None,
-        "num_layers_in_last_pipeline_stage": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
         "overlap_p2p_comm": several and plan.profile.overlap_p2p_comm,
         "deallocate_pipeline_outputs": plan.profile.deallocate_pipeline_outputs,
         "overlap_moe_expert_parallel_comm": schedule.overlap_moe_expert_parallel_comm,
@@ -487,16 +544,3 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
 def _is_even(layout: Layout) -> bool:
     sizes = {len(layers) for layers in layout.chunk_layers()}
     return len(sizes) == 1 and not layout.mtp_num_layers
-
-
-def _shape(plan: Plan) -> StepShape:
-    parallel, facts = plan.profile.parallelism, plan.profile.model.facts
-    experts = parallel.expert_parallel * parallel.expert_tensor_parallel
-    ranks = parallel.tensor_parallel * parallel.context_parallel
-    return StepShape(
-        seq_length=parallel.seq_length,
-        micro_batch_size=parallel.micro_batch_size,
-        num_microbatches=plan.schedule.num_microbatches,
-        vocab_size=facts["vocab_size"],
-        data_parallel_size=math.lcm(experts, ranks) // ranks,
-    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import util
 from typing import Any
 
@@ -63,31 +63,26 @@ def refuse(job: Job, device: torch.device) -> None:
             f"{job.name}: lora_rank {job.lora_rank}, and adapters are Megatron Bridge's, which is "
             "not built here. Take estimate, or auto in the job."
         )
+    values = job.resolved
+    groups, chosen = values.moe_router_num_groups, values.moe_router_group_topk
+    # The top-k experts in turn are in this many groups, or one more.
+    wide = groups and -(-values.moe_router_topk * groups // values.num_moe_experts) + 1
+    sinkhorn = job.config.get("moe_router_load_balancing_type") == "sinkhorn"
+    if values.num_moe_experts and (sinkhorn or (wide or 0) > (chosen or groups or 0)):
+        raise ProfileError(
+            f"{job.name}: the router's settings do not let every expert have equally many tokens "
+            "(sinkhorn, or groups of experts that are too narrow). Measure such a model in the "
+            "job, by auto."
+        )
     if job.transformer_impl == "local":
-        if job.precision != "bf16":
-            raise OptionError(
-                f"{job.name}: transformer_impl local with precision {job.precision}, which needs "
-                "Transformer Engine. Use transformer_engine."
-            )
-        if job.config.get("masked_softmax_fusion") and not has_fused_softmax():
-            raise MachineError(
-                f"{job.name}: masked_softmax_fusion, and its kernels are not installed here "
-                "(scaled_masked_softmax_cuda). Install Apex with them, or change the job: "
-                "masked_softmax_fusion false, --no-masked-softmax-fusion."
-            )
         return
-    if device.type != "cuda":
+    if device.type != "cuda" or util.find_spec("transformer_engine") is None:
         # A HybridModel has no layers of Megatron's own.
         or_local = "" if job.pattern else ", or change the job to transformer_impl local"
         raise MachineError(
             f"{job.name}: transformer_impl transformer_engine, and Transformer Engine runs on CUDA "
-            f"only. Measure on a GPU or take estimate{or_local}."
-        )
-    if util.find_spec("transformer_engine") is None:
-        raise MachineError(
-            f"{job.name}: transformer_impl transformer_engine, and Transformer Engine is not "
-            "installed here. Install transformer-engine; transformer_impl local is another model "
-            "with other bytes and times."
+            "only, where it is installed. Install it and measure on a GPU, or take "
+            f"estimate{or_local}."
         )
     for symbol in dict.fromkeys(job.resolved.hybrid_layer_pattern or ""):
         if lacking := lacking_kernels(symbol):
@@ -202,49 +197,22 @@ def even_routing() -> Iterator[None]:
     @functools.wraps(original)
     def gating(self: Any, input: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = original(self, input)
-        favour = _favour(logits.numel() // self.num_experts, self.num_experts, self.topk, logits)
+        tokens, experts = logits.numel() // self.num_experts, self.num_experts
+        favour = _favour(tokens, experts, self.topk, logits.dtype, logits.device)
         # What is no number would be chosen first, for all tokens alike.
         logits.data.nan_to_num_(0.0, 0.0, 0.0).clamp_(-10, 10).add_(favour.view_as(logits))
         return logits
 
-    made: dict[Any, torch.Tensor] = {}
-
-    def _favour(tokens: int, experts: int, topk: int, like: torch.Tensor) -> torch.Tensor:
-        key = (tokens, experts, topk, like.dtype, like.device)
-        if key not in made:
-            chosen = torch.arange(tokens * topk, device=like.device) % experts
-            made[key] = like.new_zeros(tokens, experts).scatter_(
-                1, chosen.view(tokens, topk), _FAVOUR
-            )
-        return made[key]
-
-    def forced(logits: torch.Tensor) -> torch.Tensor:
-        """Logits in place of random ones, which balance in the mean only; equally large."""
-        return logits.clone()
-
-    with patched(Router, "gating", gating), patched(router, "apply_random_logits", forced):
+    # Equally large logits in place of random ones, which balance in the mean only.
+    forced = patched(router, "apply_random_logits", torch.clone)
+    with patched(Router, "gating", gating), forced:
         yield
 
 
-@contextlib.contextmanager
-def routing_checked(model: torch.nn.Module) -> Iterator[None]:
-    """In this block a router that does not choose evenly is found.
-
-    Raises ProfileError, as for `sinkhorn` and for groups of experts that are too narrow.
-    """
-    from megatron.core.transformer.moe.router import Router
-
-    def check(_: Any, __: Any, output: Sequence[torch.Tensor]) -> None:
-        counts = output[1].sum(0)
-        least, most = int(counts.min()), int(counts.max())
-        if most - least > 1:
-            raise ProfileError(
-                "This router's settings do not let every expert have equally many tokens: they got "
-                f"{least} to {most}. Measure such a model in the job, by auto."
-            )
-
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    with contextlib.ExitStack() as undo:
-        for router in routers:
-            undo.callback(router.register_forward_hook(check).remove)
-        yield
+@functools.cache
+def _favour(
+    tokens: int, experts: int, topk: int, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    chosen = torch.arange(tokens * topk, device=device) % experts
+    favour = torch.zeros(tokens, experts, dtype=dtype, device=device)
+    return favour.scatter_(1, chosen.view(tokens, topk), _FAVOUR)

@@ -182,7 +182,7 @@ def _measured(
             for number, _ in enumerate(measurement.policies()):
                 watched("bytes", number, measurement.watch(memory, times=False))
 
-        with build.routing_checked(model), _short_of_memory(job, "none"):
+        with _short_of_memory(job, "none"):
             run()
         if on_cuda:
             # Code is compiled or tuned, buffers are made. Sets of modules run nothing else.
@@ -236,23 +236,17 @@ def _short_of_memory(job: Job, doing: str) -> Iterator[None]:
 def _kind(measured: LayerKind, modelled: Profile) -> LayerKind:
     """A kind of the whole model, with what was measured on one layer of it."""
     kind = next((kind for kind in modelled.kinds if kind.name == measured.name), None)
-    if kind is None:
-        known = ", ".join(kind.name for kind in modelled.kinds)
-        raise ProfileError(
-            f"{modelled.model.name}: layers of kind {measured.name!r} were built, and without a "
-            f"device {known}. Report the config."
-        )
     records = []
     for record in measured.choices:
-        beside = kind.record(record.choice)
+        beside = None if kind is None else kind.record(record.choice)
         if beside is None:
             raise ProfileError(
-                f"{modelled.model.name}: {record.choice} of {kind.name} was measured, and its "
-                "communication is not known: without a device Megatron has no such choice here. "
-                "Report the config."
+                f"{modelled.model.name}: {record.choice} of {measured.name} was measured, and its "
+                "communication is not known: without a device Megatron has no such choice or kind "
+                "here. Report the config."
             )
         records.append(_together(record, beside))
-    return replace(kind, choices=tuple(records), inert=measured.inert)
+    return replace(kind or measured, choices=tuple(records), inert=measured.inert)
 
 
 def _together(measured: ChoiceRecord, modelled: ChoiceRecord) -> ChoiceRecord:

@@ -152,10 +152,10 @@ def test_default_targets_are_bridges(bridge):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"target_modules": ["*.layers.3.*.linear_qkv"]}, "adapters are on some layers only"),
+        ({"target_modules": ["*.layers.3.*.linear_qkv"]}, "adapters are modelled on every layer"),
         ({"target_modules": [], "exclude_modules": ["linear_qkv"]}, "sets peft.exclude_modules"),
         ({"dropout": 0.1, "dropout_position": "post"}, "sets peft.dropout_position 'post'"),
-        ({"target_modules": ["router"]}, "names 'router'"),
+        ({"target_modules": ["router"]}, "lora_target_modules router"),
     ],
 )
 def test_settings_of_bridges_lora_that_are_not_modelled_are_refused(given, fields, said):

@@ -130,7 +130,7 @@ def test_what_would_be_counted_without_its_tower_or_with_other_adapters_is_refus
     cfg = recipes.tiny_llama_pretrain_config()
     monkeypatch.setattr(bridges, "given_config", lambda: cfg, raising=False)
     cfg.peft = LoRA(target_modules=["*.layers.3.*.linear_qkv"])
-    with pytest.raises(OptionError, match="adapters are on some layers only"):
+    with pytest.raises(OptionError, match="adapters are modelled on every layer"):
         job_from_recipe("given_config")
     cfg.peft, cfg.ddp.use_megatron_fsdp = None, True
     with pytest.raises(OptionError, match="FSDP shards weights and gradients"):

@@ -14,8 +14,8 @@ from megatron_autorecompute.meta.meta_step import (
     StageStep,
     StepSpan,
     Where,
-    stage_step,
 )
+from testing.meta_stages import stage_step
 
 
 def events(step: StageStep) -> list[StepSpan]:

@@ -16,6 +16,7 @@ OTHERS = {
     "deallocate_pipeline_outputs": False,
     "overlap_p2p_comm": False,
     "fp8_recipe": "delayed",
+    "cuda_graph_modules": "full",
 }
 """Defaults of TransformerConfig that a job does not have, as `Resolved` says of each."""
 

@@ -173,10 +173,13 @@ def test_a_job_has_bridges_default_targets():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"lora_target_modules": ["q_proj"]}, r"names 'q_proj', .* linear_qkv, .*Give these names"),
+        (
+            {"lora_target_modules": ["q_proj"]},
+            "q_proj: adapters .* linear_qkv, .*give these names",
+        ),
         ({"lora_target_modules": ["*"]}, "or patterns that end in one"),
-        ({"lora_target_modules": ["*.layers.0.*.linear_qkv"]}, "on some layers only"),
-        ({"lora_target_modules": []}, "names no layer. Name some of linear_qkv"),
+        ({"lora_target_modules": ["*.layers.0.*.linear_qkv"]}, "modelled on every layer"),
+        ({"lora_target_modules": []}, "lora_rank without lora_target_modules"),
         ({"lora_target_modules": ["in_proj"], "lora_rank": 0}, "without lora_rank"),
         ({"lora_dropout": 0.1, "lora_rank": 0}, "without lora_rank"),
         ({"lora_dropout": 1.0}, "lora_dropout"),

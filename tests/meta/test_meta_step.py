@@ -20,12 +20,12 @@ from megatron_autorecompute.meta.meta_step import (
     build_chunks,
     build_gpt,
     in_processes,
-    stage_step,
     trace_step,
 )
 from megatron_autorecompute.meta.model import refusals
 from megatron_autorecompute.planner.cost.schedule import Event, Schedule
 from megatron_autorecompute.policy import RecomputePolicy
+from testing.meta_stages import TokenStep, stage_step
 from testing.ranks import fresh_processes, run_ranks
 from tests.meta.boundary_tensors import boundary_tensors, events
 from tests.support import start_parallel, tiny_config
@@ -82,9 +82,9 @@ def real_stage(kind: str, fields: dict, policy: str | None) -> StageStep:
     shape, config = shape_of(fields), small_config(kind, fields)
     models = build_chunks(config, shape, build_gpt, torch.device("cpu"))
     if policy is None:
-        return trace_step(models, shape, torch.device("cpu"))
+        return trace_step(models, shape, TokenStep(shape, torch.device("cpu")))
     with apply(parse(policy), models):
-        return trace_step(models, shape, torch.device("cpu"))
+        return trace_step(models, shape, TokenStep(shape, torch.device("cpu")))
 
 
 def shape_of(fields: dict) -> StepShape:

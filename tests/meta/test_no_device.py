@@ -252,7 +252,7 @@ def meta_step_peaks(asked, policy=None):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_autorecompute.meta.fake_ranks import StepShape
-    from megatron_autorecompute.meta.meta_step import stage_step
+    from testing.meta_stages import stage_step
 
     config = TransformerConfig(
         **{**asked.config, "activation_func": torch.nn.functional.gelu},

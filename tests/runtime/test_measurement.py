@@ -338,7 +338,6 @@ def measured_with_depths(stages, depths, policies):
 
     from megatron_autorecompute.meta.fake_ranks import StepShape
     from megatron_autorecompute.meta.meta_step import (
-        TokenStep,
         kept_between_steps,
         trace_step,
     )
@@ -347,6 +346,7 @@ def measured_with_depths(stages, depths, policies):
     from megatron_autorecompute.runtime.live_bytes import LiveBytes
     from megatron_autorecompute.runtime.measurement import Measurement
     from megatron_autorecompute.runtime.model_shard import ModelShard
+    from testing.meta_stages import TokenStep
     from tests.support import start_parallel, tiny_config, tiny_gpt
 
     class Operations(TorchDispatchMode):
@@ -404,7 +404,7 @@ def measured_with_depths(stages, depths, policies):
         peaks = []
         for each in policy:
             applied.switch(each)
-            peaks.append(trace_step(chunks, size, torch.device("cpu")).peak_bytes)
+            peaks.append(trace_step(chunks, size, microbatch).peak_bytes)
     return profile, in_a_step, peaks
 
 
