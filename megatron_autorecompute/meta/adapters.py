@@ -30,7 +30,7 @@ class Adapter(torch.nn.Module):
 
     def __init__(self, of: Any, rank: int, dropout: float) -> None:
         super().__init__()
-        config, split = copy.copy(of.config), of.split
+        config = copy.copy(of.config)
         config.sequence_parallel = False
         more = {
             "config": config,
@@ -51,7 +51,7 @@ class Adapter(torch.nn.Module):
         whole = of.parallel != "column"
         self.linear_out = ColumnParallelLinear(rank, of.outputs, gather_output=whole, **more)
         self.dropout, self.group = dropout, of.group
-        self.gathers, self.scatters = split.gathers and of.shares != "gathered", split.scatters
+        self.gathers, self.scatters = of.gathers and of.shares != "gathered", of.scatters
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x as the linear layer multiplies it, to a tensor like its output."""
