@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,45 +25,24 @@ from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.job_config import PRECISIONS
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows that a rank's experts get and keep if tokens are routed evenly."""
-
-    copies: int = 1
-    """The copies of each token on all ranks that exchange tokens, divided by the ranks that hold
-    different experts: router's top-k times expert tensor parallel ranks."""
-    capacity: float | None = None
-    """`moe_expert_rank_capacity_factor`: the room of tensors, as a multiple of the even share."""
-    multiple: int = 1
-    """Rows of an expert are padded to it."""
-
-    @property
-    def used(self) -> float:
-        """Share of the room that tokens take."""
-        return 1 / (self.capacity or 1.0)
-
-    def of(self, tokens: int, experts: int) -> int:
-        """Rows on a rank with so many tokens of its own and so many experts."""
-        even = tokens * self.copies
-        if self.capacity is not None:
-            return math.ceil(even * self.capacity / self.multiple) * self.multiple
-        return experts * math.ceil(even / experts / self.multiple) * self.multiple
+def share_used(job: Job) -> float:
+    """Share of the room of experts' rows that tokens take: with HybridEP by
+    `moe_expert_rank_capacity_factor`."""
+    room = job.resolved.moe_expert_rank_capacity_factor if job.dispatcher == "hybridep" else None
+    return 1 / (room or 1.0)
 
 
-EVEN = Rows()
-"""The rows of a job without HybridEP, which change nothing."""
-
-
-def rows(job: Job) -> Rows:
-    """The rows of a job."""
-    if job.dispatcher != "hybridep":
-        return EVEN
+def rows(job: Job, tokens: int, experts: int) -> int:
+    """Rows that HybridEP makes for so many experts of a rank with so many tokens of its own, if all
+    ranks' tokens are routed evenly."""
     config = job.resolved
-    multiple = PRECISIONS[job.precision].rows
-    if config.use_transformer_engine_op_fuser or config.moe_use_grouped_tensor:
-        multiple = 256
-    copies = config.moe_router_topk * job.expert_tensor_parallel
-    return Rows(copies, config.moe_expert_rank_capacity_factor, multiple)
+    wide = config.use_transformer_engine_op_fuser or config.moe_use_grouped_tensor
+    multiple = 256 if wide else PRECISIONS[job.precision].rows
+    even = tokens * config.moe_router_topk * job.expert_tensor_parallel
+    room = config.moe_expert_rank_capacity_factor
+    if room is not None:
+        return math.ceil(even * room / multiple) * multiple
+    return experts * math.ceil(even / experts / multiple) * multiple
 
 
 def _exchanged(x: torch.Tensor, length: int, group: Any) -> torch.Tensor:
@@ -74,7 +52,7 @@ def _exchanged(x: torch.Tensor, length: int, group: Any) -> torch.Tensor:
     return received
 
 
-def hybrid_ep(of: Rows) -> dict[str, Callable[..., Any]]:
+def hybrid_ep(job: Job) -> dict[str, Callable[..., Any]]:
     """The stand-ins by their names in megatron-core's transformer/moe/token_dispatcher.py."""
 
     def dispatch(
@@ -92,7 +70,7 @@ def hybrid_ep(of: Rows) -> dict[str, Callable[..., Any]]:
         num_permuted_tokens: given where every expert is padded to its capacity.
         """
         tokens, experts = len(x), num_local_experts
-        length = num_permuted_tokens or of.of(tokens, experts)
+        length = num_permuted_tokens or rows(job, tokens, experts)
         # int32 for each rank and token, and a byte and int32 for each local expert of these.
         kept = x.new_empty(tokens * group.size() * (4 + 5 * experts), dtype=torch.uint8)
         handle = SimpleNamespace(

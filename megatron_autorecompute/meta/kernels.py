@@ -11,12 +11,19 @@ import contextlib
 import copy
 import functools
 import importlib
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -191,7 +198,7 @@ class LinearModule(torch.nn.Module):
         self.group = tp_group or _tensor_group(is_expert)
         self.config, self.is_expert = config, is_expert
         self.inputs, self.outputs = input_size, output_size
-        self.adapter: Any = None  # of LoRA (`adapters`)
+        self.adapter: Any = None  # of LoRA
         if parallel_mode is not None:
             self.parallel = {"duplicated": "none"}.get(parallel_mode, parallel_mode)
         parallel = self.parallel
@@ -429,6 +436,80 @@ def _tensor_group(is_expert: bool) -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
+# ---------------------------------------------------------------------------------------- adapters
+
+
+class Adapter(torch.nn.Module):
+    """LoRA's B A x of one linear layer, by Megatron's own linear layers in 16 bits under every
+    precision (Megatron Bridge peft/utils.py `ParallelLinearAdapter`). Saves: its input, whole under
+    sequence parallelism, and A's result; with dropout its mask and what it left. Experts of a rank
+    share one adapter."""
+
+    def __init__(self, of: Any, rank: int, dropout: float) -> None:
+        super().__init__()
+        config = copy.copy(of.config)
+        config.sequence_parallel = False
+        more = {
+            "config": config,
+            "bias": False,
+            "init_method": lambda weight: weight,
+            "is_expert": of.is_expert,
+            "tp_group": of.group,
+        }
+        parts = {"input_is_parallel": True, "skip_bias_add": True}
+        self.linear_in: torch.nn.Module
+        if of.parallel == "row":
+            self.linear_in = RowParallelLinear(of.inputs, rank, **parts, **more)
+        else:
+            reduced = not of.config.sequence_parallel
+            self.linear_in = ColumnParallelLinear(
+                of.inputs, rank, gather_output=True, disable_grad_reduce=not reduced, **more
+            )
+        whole = of.parallel != "column"
+        self.linear_out = ColumnParallelLinear(rank, of.outputs, gather_output=whole, **more)
+        self.dropout, self.group = dropout, of.group
+        self.gathers, self.scatters = of.gathers and of.shares != "gathered", of.scatters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x as the linear layer multiplies it, to a tensor like its output."""
+        if self.dropout:
+            x = torch.nn.functional.dropout(x, self.dropout)
+        if self.gathers:
+            x = gather_from_sequence_parallel_region(x, group=self.group)
+        low, _ = self.linear_in(x)
+        y, _ = self.linear_out(low)
+        if self.scatters:
+            y = scatter_to_sequence_parallel_region(y, group=self.group)
+        return y * 2.0  # alpha / rank, whatever it is
+
+
+def add_adapters(job: Job, model: Any) -> None:
+    """Freeze a model of stand-ins and give it the job's adapters, where Megatron Bridge puts them:
+    beside each module whose own or full name one of `target_modules` says, experts' included
+    (peft/base.py, lora.py, module_matcher.py)."""
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LinearModule) and _is_target(job, name):
+            module.adapter = Adapter(module, job.lora_rank, job.lora_dropout)
+    if getattr(model, "pre_process", False):
+        # As on every stage but the first, and on the first by Bridge's peft/recompute.py.
+        model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether a layer of the model was given one."""
+    return any(isinstance(module, Adapter) for module in model.modules())
+
+
+def _is_target(job: Job, name: str) -> bool:
+    # Bridge's `ModuleMatcher.match` and `wildcard_match`.
+    own = name.rpartition(".")[-1]
+    return any(
+        own == target or re.fullmatch(target.replace("*", "(.*)"), name)
+        for target in job.lora_target_modules
+    )
+
+
 # --------------------------------------------------------------------------------- putting in place
 
 
@@ -485,7 +566,7 @@ def _frees_quantised(original: Any) -> Any:
 
 
 Replacements = dict[str, dict[str, Any]]
-"""By modules below megatron.core, names in them and what takes their places."""
+"""By modules below megatron.core and classes, names in them and what takes their places."""
 
 
 def _compiled() -> Replacements:
@@ -531,7 +612,10 @@ def _compiled() -> Replacements:
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module("megatron.core." + name)
+    """A module below megatron.core, or one of its classes behind a colon."""
+    module, _, owner = name.partition(":")
+    found = importlib.import_module("megatron.core." + module)
+    return getattr(found, owner) if owner else found
 
 
 def _of_hybrids() -> Replacements:
@@ -586,7 +670,7 @@ def _on_meta(permutation: Any, *args: Any) -> tuple[torch.Tensor, ...]:
 def _replacements() -> Replacements:
     provider, specs = "extensions.transformer_engine_spec_provider", "models.gpt."
     spec_provider = {"TESpecProvider": _module(provider).TESpecProvider}
-    utils = "transformer.moe.moe_utils"
+    utils, language = "transformer.moe.moe_utils", "models.common.language_module.language_module"
     permutation = expert_rows.PERMUTATION.items()
     weight_gradient = SimpleNamespace(
         wgrad_gemm_accum_fp32=_weight_gradient, wgrad_gemm_accum_fp16=_weight_gradient
@@ -609,18 +693,23 @@ def _replacements() -> Replacements:
             "fused_apply_rotary_pos_emb": rotate,
             "fused_apply_rotary_pos_emb_thd": rotate,
         },
+        "fusions.fused_softmax:FusedScaleMaskSoftmax": {
+            "get_batch_per_block": staticmethod(lambda *_: 1)
+        },
         "fusions.fused_softmax": {
             "ScaledUpperTriangMaskedSoftmax": attention.SOFTMAX,
             "ScaledMaskedSoftmax": attention.SOFTMAX,
             "ScaledSoftmax": attention.SOFTMAX,
         },
         "transformer.moe.router": {"sinkhorn": _sinkhorn},
-        "transformer.moe.token_dispatcher": expert_rows.hybrid_ep(expert_rows.rows(_job)),
+        "transformer.moe.token_dispatcher": expert_rows.hybrid_ep(_job),
         utils: {
             "te_general_gemm": _general_gemm if _job.routers_of_te else None,
             **{name: made for name, made in permutation if hasattr(_module(utils), name)},
         },
-        _LANGUAGE: {"te_parallel_cross_entropy": _cross_entropy},
+        language: {"te_parallel_cross_entropy": _cross_entropy},
+        # It would set variables of the environment, for Transformer Engine.
+        language + ":LanguageModule": {"_set_attention_backend": lambda _: None},
         "tensor_parallel.layers": {
             "fused_weight_gradient_mlp_cuda": weight_gradient,
             "_grad_accum_fusion_available": True,
@@ -628,19 +717,6 @@ def _replacements() -> Replacements:
         **(_compiled() if _job.torch_compile else {}),
         **(_of_hybrids() if model_layers.pattern_types() else {}),
     }
-
-
-_LANGUAGE = "models.common.language_module.language_module"
-
-
-def _of_classes() -> Iterator[tuple[Any, str, Any]]:
-    softmax = _module("fusions.fused_softmax").FusedScaleMaskSoftmax
-    yield softmax, "get_batch_per_block", staticmethod(lambda *_: 1)
-    # It would set variables of the environment, for Transformer Engine.
-    yield _module(_LANGUAGE).LanguageModule, "_set_attention_backend", lambda _: None
-    if _job.precision != "bf16":
-        nodes = versions.schedule_nodes()
-        yield nodes, "should_free_input", _frees_quantised(nodes.should_free_input)
 
 
 @contextlib.contextmanager
@@ -653,8 +729,10 @@ def stand_ins(job: Job) -> Iterator[None]:
             for module, names in _replacements().items():
                 for name, stand_in in names.items():
                     undo.enter_context(patched(_module(module), name, stand_in))
-            for owner, name, stand_in in _of_classes():
-                undo.enter_context(patched(owner, name, stand_in))
+            if job.precision != "bf16":
+                nodes = versions.schedule_nodes()
+                frees = _frees_quantised(nodes.should_free_input)
+                undo.enter_context(patched(nodes, "should_free_input", frees))
             yield
     finally:
         _job = before

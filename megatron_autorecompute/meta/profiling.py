@@ -54,7 +54,7 @@ from megatron_autorecompute.meta.offload_records import (
 )
 from megatron_autorecompute.meta.roofline import Roofline, Spread, Traffic
 from megatron_autorecompute.meta.static_bytes import Parameters
-from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
+from megatron_autorecompute.meta.step_end import step_end_ms
 from megatron_autorecompute.policy import (
     NONE,
     OWN_MODULES,
@@ -212,7 +212,7 @@ def traffic(job: Job) -> Traffic:
         userbuffers=job.resolved.tp_comm_overlap,
         expert_alltoall=job.resolved.overlap_moe_expert_parallel_comm,
         spread=_spread(job.resolved) if job.dispatcher not in ("alltoall", "allgather") else None,
-        used=expert_rows.rows(job).used,
+        used=expert_rows.share_used(job),
     )
 
 
@@ -463,9 +463,9 @@ def longest_end_ms(
     found = []
     for count, (layers, _, _) in zip(parameters, parts_of_stages(job), strict=True):
         own = [record for index in layers if (record := records[index]) is not None]
+        forward_ms = sum(record.forward_ms for record in own)
         backward_ms = sum(record.backward_ms for record in own)
-        work = StageWork(count, backward_ms, sum(record.forward_ms for record in own))
-        found.append(step_end_ms(job, device, efficiency, work))
+        found.append(step_end_ms(job, device, efficiency, count, forward_ms, backward_ms))
     return max(found)
 
 
