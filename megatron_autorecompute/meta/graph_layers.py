@@ -64,20 +64,19 @@ def with_graph_fields(job: Job, implementation: str) -> tuple[Job, dict[str, Any
 
 
 def without_refused(
-    job: Job, kinds: Sequence[LayerKind]
+    job: Job, kinds: Sequence[LayerKind], left_out: Mapping[str, Any]
 ) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
-    """The kinds with those choices alone that Megatron allows beside the job's CUDA graphs, and a
+    """The kinds with those choices alone that Megatron allows beside fields of the job, and a
     sentence for each of its reasons against others.
 
-    Raises OptionError if Megatron refuses these graphs of the model, whatever is recomputed.
+    left_out: of the job's fields.
+
+    Raises OptionError if Megatron refuses these fields, whatever is recomputed.
     """
     choices = list(dict.fromkeys(record.policy for kind in kinds for record in kind.choices))
     with meta_megatron(job):
-        asked, left_out = with_graph_fields(job, job.graphs.implementation)
-        config, _ = shard_config(asked, [1] * len(job_kinds(job)), left_out)
+        config, _ = shard_config(job, [1] * len(job_kinds(job)), left_out)
         refused = {choice: reason for choice in choices if (reason := _reason(config, choice))}
-    if not refused:
-        return tuple(kinds), ()
     kept = tuple(_without(kind, refused) for kind in kinds)
     counts = Counter(refused.values()).items()
     return kept, tuple(f"Choices left out: {number}. {reason}" for reason, number in counts)

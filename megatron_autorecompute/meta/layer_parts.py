@@ -20,18 +20,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_autorecompute.compat import rules
+from megatron_autorecompute.meta.graph_layers import without_refused
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
     JobStep,
     counted,
-    job_kinds,
-    meta_megatron,
     overlap_fields,
     own_kinds,
     shard,
-    shard_config,
 )
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
@@ -48,19 +45,19 @@ OUTSIDE = ("pre_process", "post_process")
 def with_parts(job: Job, kinds: Sequence[LayerKind], boundary_bytes: int) -> tuple[LayerKind, ...]:
     """Decoder layers' kinds with the bytes that each choice has under EP overlap.
 
-    Choices that Megatron refuses there are left out. Kinds of MTP depths are unchanged.
+    Choices that Megatron refuses there are left out. Else kinds of MTP depths are unchanged.
 
     Args:
         job: with `overlap_moe_expert_parallel_comm`, a GPTModel without MTP depths.
         kinds: the kinds of the whole model.
         boundary_bytes: the bytes of a hidden state between two layers.
     """
+    kinds, _ = without_refused(job, kinds, _left_out(job))
     own = own_kinds(job, kinds)
-    allowed = _allowed(job, [kind for kind in own if kind])
-    copies = [len(allowed[kind.name]) if kind else 0 for kind in own]
+    copies = [len(kind.choices) if kind else 0 for kind in own]
     last = max(at for at, count in enumerate(copies) if count)
     copies[last] += 1  # the final norm is in the last layer's last part
-    ran = [(kind.name, choice) for kind in own if kind for choice in allowed[kind.name]]
+    ran = [(kind.name, record.policy) for kind in own if kind for record in kind.choices]
     runs = _runs(job, copies, RecomputePolicy((*(choice for _, choice in ran), NONE)))
     found = {
         key: _figures(run, boundary_bytes, above.input_stays)
@@ -72,9 +69,8 @@ def with_parts(job: Job, kinds: Sequence[LayerKind], boundary_bytes: int) -> tup
 def _replaced(
     kind: LayerKind, found: Mapping[tuple[str, LayerPolicy], dict[str, Any]]
 ) -> LayerKind:
-    records = [(record, found.get((kind.name, record.policy))) for record in kind.choices]
-    choices = tuple(replace(record, **figures) for record, figures in records if figures)
-    return replace(kind, choices=choices) if choices else kind
+    choices = (replace(each, **found.get((kind.name, each.policy), {})) for each in kind.choices)
+    return replace(kind, choices=tuple(choices))
 
 
 def _figures(run: _Run, boundary_bytes: int, output_stays: bool) -> dict[str, Any]:
@@ -90,16 +86,6 @@ def _figures(run: _Run, boundary_bytes: int, output_stays: bool) -> dict[str, An
         "input_stays": run.input_stays,
         "output_keeps_bytes": run.backward[0].kept_bytes,
     }
-
-
-def _allowed(job: Job, kinds: Sequence[LayerKind]) -> dict[str, tuple[LayerPolicy, ...]]:
-    """The choices that Megatron allows with the overlap, by the kind's name."""
-    with meta_megatron(job):
-        config, _ = shard_config(job, [1] * len(job_kinds(job)), _left_out(job))
-        return {
-            kind.name: tuple(r.policy for r in kind.choices if rules.is_allowed(config, r.policy))
-            for kind in kinds
-        }
 
 
 def _left_out(job: Job) -> dict[str, Any]:

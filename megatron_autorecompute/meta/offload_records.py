@@ -120,19 +120,15 @@ def _saved(job: Job) -> dict[int, tuple[int, int]]:
     return bytes_of
 
 
-def _watch(layer: torch.nn.Module, saved: Saved) -> None:
-    opened: list[Any] = []
+def _watch(layer: Any, saved: Saved) -> None:
+    original = layer.forward
 
-    def begins(*_: Any) -> None:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         save = functools.partial(_save, saved)
-        opened.append(torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved))
-        opened[-1].__enter__()
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            return original(*args, **kwargs)
 
-    def ends(*_: Any) -> None:
-        opened.pop().__exit__()
-
-    layer.register_forward_pre_hook(begins)
-    layer.register_forward_hook(ends)
+    layer.forward = forward
 
 
 def _with(kind: LayerKind, saved: tuple[int, int]) -> LayerKind:

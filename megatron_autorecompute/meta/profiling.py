@@ -22,7 +22,11 @@ from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import expert_rows
 from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
-from megatron_autorecompute.meta.graph_layers import with_graphs, without_refused
+from megatron_autorecompute.meta.graph_layers import (
+    with_graph_fields,
+    with_graphs,
+    without_refused,
+)
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.job_config import Resolved
 from megatron_autorecompute.meta.kept_bytes import (
@@ -194,7 +198,8 @@ def _beside_graphs(
     """The kinds with what the job's CUDA graphs change, and what Megatron refuses beside them."""
     if job.graphs.implementation == "none":
         return kinds, ()
-    kinds, refused = without_refused(job, kinds)
+    asked, left_out = with_graph_fields(job, job.graphs.implementation)
+    kinds, refused = without_refused(asked, kinds, left_out)
     if not counts_graphs(job):
         return kinds, refused
     progress(f"{job.name}: layers as CUDA graphs")
