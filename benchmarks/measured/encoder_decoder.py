@@ -30,11 +30,14 @@ from megatron_autorecompute.meta.model import (
 from megatron_autorecompute.patched import patched
 
 STAND_INS: dict[str, Any] = {
-    "TEColumnParallelLinear": kernels.ColumnLinear,
-    "TEDotProductAttention": kernels.Attention,
-    "TELayerNormColumnParallelLinear": kernels.NormColumnLinear,
-    "TENorm": kernels.Norm,
-    "TERowParallelLinear": kernels.RowLinear,
+    name: kernels.LAYERS[name]
+    for name in (
+        "TEColumnParallelLinear",
+        "TEDotProductAttention",
+        "TELayerNormColumnParallelLinear",
+        "TENorm",
+        "TERowParallelLinear",
+    )
 }
 
 

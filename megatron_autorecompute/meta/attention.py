@@ -17,11 +17,12 @@ around one fused softmax.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -70,97 +71,74 @@ def attend_in_parallel(
         window: keys that each query sees; 0 for all.
         hierarchy: ranks in an all-to-all and in a ring, of a2a+p2p alone.
     """
-    inner, ring = 1, group.size()
-    if comm_type == "a2a+p2p":
-        inner, ring = hierarchy or (1, ring)
-    function = {"a2a": _Ulysses, "all_gather": _AllGather}.get(comm_type, _Ring)
-    return cast(torch.Tensor, function.apply(*tensors, _Exchange(group, window, inner, ring)))
+    if comm_type == "a2a":
+        run = _by_heads(group, window)
+    elif comm_type == "all_gather":
+        run = _by_gathered_keys(group, window)
+    else:
+        several = comm_type == "a2a+p2p" and hierarchy
+        run = _in_ring(group, window, *(several or (1, group.size())))
+    return cast(torch.Tensor, ops.kernel_with_backward(run, *tensors))
 
 
-class _Exchange(NamedTuple):
-    """Context parallel ranks, the window, and the ranks of an all-to-all and of a ring."""
-
-    group: Any
-    window: int
-    inner: int
-    ring: int
-
-
-class _Ulysses(torch.autograd.Function):
+def _by_heads(group: Any, window: int) -> Callable[..., ops.Ran]:
     """cp_comm_type a2a. Saves: q, k, v and out of all tokens and a part of the heads, and one fp32
     per head and token. The output, which the projection saves, is another tensor.
     `AttnFuncWithCPAndQKVOA2A`."""
+    ranks = group.size()
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Exchange
-    ) -> torch.Tensor:
-        group, window, ranks = how.group, how.window, how.group.size()
-        q, k, v = _to_heads([q, k, v], group, ranks)
+    def run(*parts: torch.Tensor) -> ops.Ran:
+        q, k, v = _to_heads(parts, group, ranks)
         out, statistics = ops.attention(q, k, v, CAUSAL, window)
-        ctx.save_for_backward(q, k, v, out, statistics)
-        ctx.more = (group, ranks, window)
-        return _to_sequence([out], group, ranks)[0]
+        return _to_sequence([out], group, ranks)[0], (q, k, v, out, statistics), backward
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        group, ranks, window = ctx.more
+    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
         (gradient,) = _to_heads([gradient], group, ranks)
-        gradients = ops.attention_backward(*ctx.saved_tensors, gradient, CAUSAL, window)
-        return *_to_sequence(gradients, group, ranks), None
+        gradients = ops.attention_backward(*saved, gradient, CAUSAL, window)
+        return _to_sequence(gradients, group, ranks)
+
+    return run
 
 
-class _AllGather(torch.autograd.Function):
+def _by_gathered_keys(group: Any, window: int) -> Callable[..., ops.Ran]:
     """cp_comm_type all_gather. Saves: q, k, v, out of both halves of the sequence apart from the
     output, and one fp32 per head and token. `AttnFuncWithCPAndKVAllGather`; since commit ee5dcec22
     (TE 2.15) the output itself is saved in place of its halves, which is not followed."""
+    more = CAUSAL * group.size(), window
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Exchange
-    ) -> torch.Tensor:
-        group, window, *_ = how
-        whole_k, whole_v = (_gathered_in_order(part, group) for part in (k, v))
-        half = q.new_empty(q.shape[0] // 2, *q.shape[1:])  # q of one of two steps
-        out, statistics = ops.attention(q, k, v, CAUSAL * group.size(), window)
-        halves = torch.empty_like(out)
-        ctx.save_for_backward(q, k, v, halves, statistics)
-        ctx.more = (group, window)
-        del half, whole_k, whole_v
-        return out
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ops.Ran:
+        # In the sequence's order, and q of one of two steps.
+        alive = [ops.gathered(part, group).clone() for part in (k, v)]
+        alive.append(q.new_empty(q.shape[0] // 2, *q.shape[1:]))
+        out, statistics = ops.attention(q, k, v, *more)
+        return out, (q, k, v, torch.empty_like(out), statistics), backward
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        group, window = ctx.more
-        q, k, v, out, statistics = ctx.saved_tensors
-        ranks = group.size()
-        sums = [part.new_empty(ranks * part.shape[0], *part.shape[1:]) for part in (k, v)]
-        wholes = [_gathered_in_order(part, group) for part in (k, v)]
+    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+        k, v = saved[1:3]
+        sums = [part.new_empty(group.size() * part.shape[0], *part.shape[1:]) for part in (k, v)]
+        wholes = [ops.gathered(part, group).clone() for part in (k, v)]
         # Of the step whose queries see all keys, on the last rank.
         steps = [torch.empty_like(part) for part in wholes]
-        dq, dk, dv = ops.attention_backward(
-            q, k, v, out, statistics, gradient, CAUSAL * ranks, window
-        )
-        del steps, wholes, dk, dv
-        dk, dv = (_scattered_in_order(part, group) for part in sums)
-        return dq, dk, dv, None
+        dq, *of_step = ops.attention_backward(*saved, gradient, *more)
+        del steps, wholes, of_step
+        return dq, *(ops.scattered(part.clone(), group) for part in sums)
+
+    return run
 
 
-class _Ring(torch.autograd.Function):
+def _in_ring(group: Any, window: int, inner: int, ring: int) -> Callable[..., ops.Ran]:
     """cp_comm_type p2p, and a2a+p2p with `inner` ranks in the all-to-all. Saves: q, the last k and
     v that came around, the output, and one fp32 per head and token. Until the ring ends it holds k
     and v of every step, and the output and statistics of every step: on the last rank, which is
     counted, all of them are of all queries. Every second step runs in a stream of its own. The
     corrections of outputs are compiled, without temporaries.
     `AttnFuncWithCPAndKVP2P`."""
+    more = CAUSAL * ring, window
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Exchange
-    ) -> torch.Tensor:
-        group, window, inner, ring = how
+    def run(*parts: torch.Tensor) -> ops.Ran:
         if inner > 1:
-            q, k, v = _to_heads([q, k, v], group, inner)
+            parts = tuple(_to_heads(parts, group, inner))
+        q, k, v = parts
         arrived = [torch.cat((k.reshape(-1), v.reshape(-1)))]
         steps: list[torch.Tensor] = []
         size = (*q.shape[:3], v.shape[3])
@@ -171,20 +149,18 @@ class _Ring(torch.autograd.Function):
                     torch.distributed.broadcast(arrived[-1], group=group, group_src=0)
                 steps.append(q.new_empty(*size))
                 steps.append(q.new_empty(*size[1::-1], size[2], dtype=torch.float32))
-        out, statistics = ops.attention(q, k, v, CAUSAL * ring, window)
+        out, statistics = ops.attention(q, k, v, *more)
         steps.clear()
         kv = arrived.pop()
         arrived.clear()
         if inner > 1:
             out = _to_sequence([out], group, inner)[0]
-        ctx.save_for_backward(q, kv, out, statistics)
-        ctx.more = (k.shape, v.shape, *how)
-        return out
+        return out, (q, kv, out, statistics), functools.partial(backward, k.shape, v.shape)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        k_shape, v_shape, group, window, inner, ring = ctx.more
-        q, kv, out, statistics = ctx.saved_tensors
+    def backward(
+        k_shape: torch.Size, v_shape: torch.Size, saved: ops.Saved, gradient: torch.Tensor
+    ) -> ops.Gradients:
+        q, kv, out, statistics = saved
         if inner > 1:
             out, gradient = (_to_heads([part], group, inner)[0] for part in (out, gradient))
         dq = torch.empty_like(q)
@@ -192,13 +168,12 @@ class _Ring(torch.autograd.Function):
         for _ in range(ring):
             torch.distributed.broadcast(buffers[0], group=group, group_src=0)
         k, v = _parted(kv, k_shape, v_shape)
-        step = ops.attention_backward(q, k, v, out, statistics, gradient, CAUSAL * ring, window)
+        step = ops.attention_backward(q, k, v, out, statistics, gradient, *more)
         del step, k, v
-        dk, dv = _parted(buffers[1][1], k_shape, v_shape)
-        gradients = [dq, dk, dv]
-        if inner > 1:
-            gradients = _to_sequence(gradients, group, inner)
-        return *gradients, None
+        gradients = [dq, *_parted(buffers[1][1], k_shape, v_shape)]
+        return gradients if inner == 1 else _to_sequence(gradients, group, inner)
+
+    return run
 
 
 def _parted(kv: torch.Tensor, k_shape: Any, v_shape: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,91 +182,79 @@ def _parted(kv: torch.Tensor, k_shape: Any, v_shape: Any) -> tuple[torch.Tensor,
 
 
 def _to_heads(parts: Sequence[torch.Tensor], group: Any, ranks: int) -> list[torch.Tensor]:
-    """[s, b, heads, width] to [ranks * s, b, heads / ranks, width], by `ranks` ranks of the group.
-
-    `flash_attn_a2a_communicate` before attention: while one tensor is on its way, the one before it
-    is put in order, and the next one is laid out for sending.
-    """
-    sent, arrived = list(parts), list(parts)
-    for index in range(len(parts) + 2):
-        if 0 < index <= len(parts):
-            arrived[index - 1] = _exchanged(sent[index - 1], group)
-        if index > 1:
-            found = arrived[index - 2].clone()  # in the order of the sequence
-            arrived[index - 2] = found.view(-1, *found.shape[2:])
-        if index < len(parts):
-            part = sent[index]
-            split = part.view(*part.shape[:2], ranks, part.shape[2] // ranks, part.shape[3])
-            sent[index] = split.movedim(2, 0).contiguous()
-    return arrived
+    """[s, b, heads, width] to [ranks * s, b, heads / ranks, width], by `ranks` ranks of the
+    group."""
+    return _exchanged(
+        parts,
+        group,
+        lambda part: part.unflatten(2, (ranks, -1)).movedim(2, 0).contiguous(),
+        lambda part: part.clone().flatten(0, 1),  # in the order of the sequence
+    )
 
 
 def _to_sequence(parts: Sequence[torch.Tensor], group: Any, ranks: int) -> list[torch.Tensor]:
-    """The reverse of `_to_heads`; `flash_attn_a2a_communicate` after attention."""
+    """The reverse of `_to_heads`."""
+    return _exchanged(
+        parts,
+        group,
+        lambda part: part.clone().unflatten(0, (ranks, -1)),  # in the order of the ranks
+        lambda part: part.movedim(0, 2).contiguous().flatten(2, 3),
+    )
+
+
+def _exchanged(
+    parts: Sequence[torch.Tensor],
+    group: Any,
+    lay_out: Callable[[torch.Tensor], torch.Tensor],
+    put_in_order: Callable[[torch.Tensor], torch.Tensor],
+) -> list[torch.Tensor]:
+    """`flash_attn_a2a_communicate`: while one tensor is on its way, the one before it is put in
+    order, and the next one is laid out for sending."""
     sent, arrived = list(parts), list(parts)
     for index in range(len(parts) + 2):
         if 0 < index <= len(parts):
-            arrived[index - 1] = _exchanged(sent[index - 1], group)
+            arrived[index - 1] = torch.empty_like(sent[index - 1])
+            torch.distributed.all_to_all_single(arrived[index - 1], sent[index - 1], group=group)
         if index < len(parts):
-            part = sent[index].clone()  # in the order of the ranks
-            sent[index] = part.view(ranks, part.shape[0] // ranks, *part.shape[1:])
+            sent[index] = lay_out(sent[index])
         if index > 1:
-            found = arrived[index - 2].movedim(0, 2).contiguous()
-            arrived[index - 2] = found.view(*found.shape[:2], -1, found.shape[4])
+            arrived[index - 2] = put_in_order(arrived[index - 2])
     return arrived
 
 
-def _exchanged(part: torch.Tensor, group: Any) -> torch.Tensor:
-    arrived = torch.empty_like(part)
-    torch.distributed.all_to_all_single(arrived, part, group=group)
-    return arrived
-
-
-def _gathered_in_order(part: torch.Tensor, group: Any) -> torch.Tensor:
-    """The tensor of all ranks along the sequence, in the sequence's order."""
-    whole = part.new_empty(group.size() * part.shape[0], *part.shape[1:])
-    torch.distributed.all_gather_into_tensor(whole, part.contiguous(), group=group)
-    return whole.clone()
-
-
-def _scattered_in_order(whole: torch.Tensor, group: Any) -> torch.Tensor:
-    """Sums of all ranks; this rank's part of the sequence."""
-    ordered = whole.clone()
-    part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
-    torch.distributed.reduce_scatter_tensor(part, ordered, group=group)
-    return part
-
-
-class _Softmax(torch.autograd.Function):
+def softmax(scores: torch.Tensor, *_: Any, in_place: bool = True) -> torch.Tensor:
     """Scale, mask and softmax as one kernel. Saves: its output. TE
     pytorch/attention/dot_product_attention/softmax.py `scaled_masked_softmax_fwd`; Megatron
-    fusions/fused_softmax.py `ScaledUpperTriangMaskedSoftmax`. The scores' gradient takes the place
-    of the output's (Apex; TE pytorch/csrc/extensions/softmax.cpp until 2.19, commit 0c8cf2c03)."""
+    fusions/fused_softmax.py `ScaledUpperTriangMaskedSoftmax`.
 
-    @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, *_: Any) -> torch.Tensor:
-        ctx.inputs = len(_)
+    in_place: whether the scores' gradient takes the place of the output's (Apex; TE
+    pytorch/csrc/extensions/softmax.cpp until 2.19, commit 0c8cf2c03).
+    """
+
+    def run(scores: torch.Tensor) -> ops.Ran:
         out = ops.pointwise(scores, None)
-        ctx.save_for_backward(out)
-        return out
+        return out, (out,), backward
 
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        _ = ctx.saved_tensors  # what is offloaded stays in its group until it is read
-        return (gradient.contiguous(), *(None,) * ctx.inputs)
+    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
+        return [gradient.contiguous() if in_place else ops.pointwise(gradient, *saved)]
 
-
-class _SoftmaxApart(_Softmax):
-    """_Softmax with a gradient of its own: Transformer Engine since 2.19."""
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (out,) = ctx.saved_tensors
-        return (ops.pointwise(gradient, out),)
+    return cast(torch.Tensor, ops.kernel_with_backward(run, scores))
 
 
-SOFTMAX = SimpleNamespace(apply=_Softmax.apply)
+SOFTMAX = SimpleNamespace(apply=softmax)
 """The replacement of Megatron's fused softmaxes, which are called with more arguments."""
+
+
+def one_tensor(*parts: torch.Tensor) -> bool:
+    """Whether query, key and value are the thirds of every head of one tensor, which TE's attention
+    reads as it is (`get_qkv_layout`: sbh3d). Others that are views are copied first."""
+    first, width = parts[0], parts[0].shape[-1]
+    return all(
+        part.untyped_storage()._cdata == first.untyped_storage()._cdata
+        and (part.shape, part.stride()) == (first.shape, first.stride())
+        and part.storage_offset() == index * width
+        for index, part in enumerate(parts)
+    )
 
 
 def attend_with_scores(
@@ -307,12 +270,11 @@ def attend_with_scores(
 
     Keeps q, k, v, the softmax's output [b, heads, s, s] and, with dropout, its mask (one byte) and
     its output. Transformer Engine pytorch/attention/dot_product_attention/backends.py
-    `UnfusedDotProductAttention._forward`; q, k and v that do not lie side by side in one tensor are
-    copied before (`get_qkv_layout`). With padding the layer's own mask [b, 1, s, s] too, by which
-    what the softmax gave to padding is overwritten. Masks that nothing keeps are left out.
-    `in_place`: whether the softmax's backward overwrites the gradient that it gets.
+    `UnfusedDotProductAttention._forward`. With padding the layer's own mask [b, 1, s, s] too, by
+    which what the softmax gave to padding is overwritten. Masks that nothing keeps are left out.
+    `in_place`: of `softmax`.
     """
-    if not _side_by_side(query, key, value):
+    if not one_tensor(query, key, value):
         query, key, value = (part.contiguous() for part in (query, key, value))
     groups = query.shape[2] // key.shape[2]
     if groups > 1:
@@ -321,7 +283,7 @@ def attend_with_scores(
     queries, keys, values = (part.flatten(1, 2).transpose(0, 1) for part in (query, key, value))
     scores = queries.new_empty(batch * heads, length, keys.shape[1])
     scores = torch.baddbmm(scores, queries, keys.transpose(1, 2), beta=0.0)
-    probabilities = (_Softmax if in_place else _SoftmaxApart).apply(scores)
+    probabilities = softmax(scores, in_place=in_place)
     if padded:
         mask = queries.new_empty(batch, 1, *probabilities.shape[1:], dtype=torch.bool)
         by_sample = probabilities.view(batch, heads, *probabilities.shape[1:])
@@ -330,9 +292,3 @@ def attend_with_scores(
     probabilities = torch.nn.functional.dropout(probabilities, dropout)
     context = torch.bmm(probabilities, values)
     return context.view(batch, heads, length, -1).permute(2, 0, 1, 3).contiguous()
-
-
-def _side_by_side(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether all are views of one tensor of equal shapes, as of a projection without rotation."""
-    storages = {part.untyped_storage()._cdata for part in (query, key, value)}
-    return len(storages) == 1 and query.shape == key.shape == value.shape

@@ -98,30 +98,17 @@ SHARES = (
 class Host:
     """A device's way to its node's memory."""
 
-    link_bytes: float
-    """Bytes per second in one direction, as copies reach them."""
-    shared_by: int
-    """GPUs that share the link."""
-    memory_bytes: int
-    """The memory of a node."""
-    gpus: int
-    """The GPUs of a node."""
+    link: HostLink
+    """The rate of one device while all others copy, too."""
     source: str
-
-    @property
-    def link(self) -> HostLink:
-        """The rate of one device while all others copy, too."""
-        rate = self.link_bytes / self.shared_by / 1e9
-        return HostLink(rate, rate, round(USABLE * self.memory_bytes / self.gpus))
 
     @property
     def assumed(self) -> str:
         """What is assumed of it, as a sentence."""
-        link = self.link
         return (
-            f"Copies to host memory and back: {link.to_host_gb_per_s:.3g} GB/s each way at once, "
-            f"and {gib(link.host_bytes)} GiB of host memory per device, {USABLE:.0%} of its share "
-            f"of the node ({self.source}). They slow nothing else."
+            f"Copies to host memory and back: {self.link.to_host_gb_per_s:.3g} GB/s each way at "
+            f"once, and {gib(self.link.host_bytes)} GiB of host memory per device, {USABLE:.0%} of "
+            f"its share of the node ({self.source}). They slow nothing else."
         )
 
 
@@ -210,6 +197,8 @@ def _file() -> dict[str, Any]:
 
 def _device(name: str, data: Any) -> Device:
     host, l2, reaches = data["host"], data.get("l2"), data["reaches"]
+    rate = host["link"] / host["shared_by"]
+    share = round(USABLE * round(host["memory"] * 1e9) / host["gpus"])
     return Device(
         name,
         float(data["capability"]),
@@ -220,13 +209,7 @@ def _device(name: str, data: Any) -> Device:
         data["link_domain"],
         data["network"] * 1e9,
         data["source"],
-        Host(
-            host["link"] * 1e9,
-            host["shared_by"],
-            round(host["memory"] * 1e9),
-            host["gpus"],
-            host["source"],
-        ),
+        Host(HostLink(rate, rate, share), host["source"]),
         None if l2 is None else round(l2["mib"] * (1 << 20)),
         Efficiency(**{field: float(value) for field, (value, _) in reaches.items()}),
         {field: source for field, (_, source) in reaches.items()},

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -25,62 +25,24 @@ from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.job_config import PRECISIONS
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows that a rank's experts get and keep if tokens are routed evenly."""
-
-    copies: int = 1
-    """The copies of each token on all ranks that exchange tokens, divided by the ranks that hold
-    different experts: router's top-k times expert tensor parallel ranks."""
-    capacity: float | None = None
-    """`moe_expert_rank_capacity_factor`: the room of tensors, as a multiple of the even share."""
-    multiple: int = 1
-    """Rows of an expert are padded to it."""
-    stashed: float | None = None
-    """Pages of `moe_paged_stash` for each row of the room: its factor for the even share, divided
-    by the capacity."""
-
-    @property
-    def used(self) -> float:
-        """Share of the room that tokens take."""
-        return 1 / (self.capacity or 1.0)
-
-    def of(self, tokens: int, experts: int) -> int:
-        """Rows on a rank with so many tokens of its own and so many experts."""
-        even = tokens * self.copies
-        if self.capacity is not None:
-            return math.ceil(even * self.capacity / self.multiple) * self.multiple
-        return experts * math.ceil(even / experts / self.multiple) * self.multiple
+def share_used(job: Job) -> float:
+    """Share of the room of experts' rows that tokens take: with HybridEP by
+    `moe_expert_rank_capacity_factor`."""
+    room = job.resolved.moe_expert_rank_capacity_factor if job.dispatcher == "hybridep" else None
+    return 1 / (room or 1.0)
 
 
-EVEN = Rows()
-"""The rows of a job without HybridEP, which change nothing."""
-
-
-def rows(job: Job) -> Rows:
-    """The rows of a job."""
-    if job.dispatcher != "hybridep":
-        return EVEN
+def rows(job: Job, tokens: int, experts: int) -> int:
+    """Rows that HybridEP makes for so many experts of a rank with so many tokens of its own, if all
+    ranks' tokens are routed evenly."""
     config = job.resolved
-    capacity, stashed = config.moe_expert_rank_capacity_factor, None
-    if capacity and config.moe_paged_stash:
-        stashed = abs(config.moe_paged_stash_buffer_size_factor_cuda) / capacity
-    multiple = PRECISIONS[job.precision].rows
-    if config.use_transformer_engine_op_fuser or config.moe_use_grouped_tensor:
-        multiple = 256
-    copies = config.moe_router_topk * job.expert_tensor_parallel
-    return Rows(copies, capacity, multiple, stashed)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Handle:
-    kept: torch.Tensor
-    """Bytes of its maps."""
-    group: Any
-    tokens: int
-    experts: int
-    """The experts of one rank."""
-    rows: int
+    wide = config.use_transformer_engine_op_fuser or config.moe_use_grouped_tensor
+    multiple = 256 if wide else PRECISIONS[job.precision].rows
+    even = tokens * config.moe_router_topk * job.expert_tensor_parallel
+    room = config.moe_expert_rank_capacity_factor
+    if room is not None:
+        return math.ceil(even * room / multiple) * multiple
+    return experts * math.ceil(even / experts / multiple) * multiple
 
 
 def _exchanged(x: torch.Tensor, length: int, group: Any) -> torch.Tensor:
@@ -90,7 +52,7 @@ def _exchanged(x: torch.Tensor, length: int, group: Any) -> torch.Tensor:
     return received
 
 
-def hybrid_ep(of: Rows) -> dict[str, Callable[..., Any]]:
+def hybrid_ep(job: Job) -> dict[str, Callable[..., Any]]:
     """The stand-ins by their names in megatron-core's transformer/moe/token_dispatcher.py."""
 
     def dispatch(
@@ -108,10 +70,12 @@ def hybrid_ep(of: Rows) -> dict[str, Callable[..., Any]]:
         num_permuted_tokens: given where every expert is padded to its capacity.
         """
         tokens, experts = len(x), num_local_experts
-        length = num_permuted_tokens or of.of(tokens, experts)
+        length = num_permuted_tokens or rows(job, tokens, experts)
         # int32 for each rank and token, and a byte and int32 for each local expert of these.
         kept = x.new_empty(tokens * group.size() * (4 + 5 * experts), dtype=torch.uint8)
-        handle = _Handle(kept, group, tokens, experts, length)
+        handle = SimpleNamespace(
+            kept=kept, group=group, tokens=tokens, experts=experts, rows=length
+        )
 
         def run(x: torch.Tensor, probs: torch.Tensor) -> ops.Ran:
             return (_exchanged(x, length, group), probs.new_empty(length)), (), backward
@@ -124,7 +88,7 @@ def hybrid_ep(of: Rows) -> dict[str, Callable[..., Any]]:
         counts = torch.full((experts,), length // experts, dtype=torch.int64, device="cpu")
         return hidden, chosen, None, counts, handle
 
-    def combine(x: torch.Tensor, handle: _Handle, **_: Any) -> torch.Tensor:
+    def combine(x: torch.Tensor, handle: Any, **_: Any) -> torch.Tensor:
         """Rows to the sums of each token's rows."""
 
         def run(x: torch.Tensor) -> ops.Ran:
@@ -138,62 +102,50 @@ def hybrid_ep(of: Rows) -> dict[str, Callable[..., Any]]:
     return {"hybrid_ep_dispatch": dispatch, "hybrid_ep_combine": combine}
 
 
-def _permute(
-    tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, num_out_tokens: Any
-) -> Any:
-    """Tokens [tokens, hidden] to rows [rows, hidden] ordered by expert, with their probabilities
-    and the map. Saves: a map [tokens, 2 x experts + 1]. `_moe_permute_mask_map`."""
-    length, experts, rows = len(tokens), routing_map.shape[1], int(num_out_tokens)
-    shape = None if probs is None else probs.shape
+def _reordered(
+    x: torch.Tensor, probs: torch.Tensor | None, length: int, row_map: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    """Rows of x taken, repeated or added up to `length` rows, with their probabilities. Saves: the
+    map."""
+    given, shape = len(x), None if probs is None else probs.shape
 
-    def run(tokens: torch.Tensor, probs: torch.Tensor | None) -> ops.Ran:
-        row_id_map = tokens.new_empty(length, 2 * experts + 1, dtype=torch.int32)
-        chosen = None if probs is None else probs.new_empty(rows)
-        return (ops.reorder(tokens, rows), chosen, row_id_map), [row_id_map], backward
+    def run(x: torch.Tensor, probs: torch.Tensor | None) -> ops.Ran:
+        chosen = None if probs is None else probs.new_empty(length)
+        return (ops.reorder(x, length), chosen), [row_map], backward
 
     def backward(
-        _: ops.Saved, gradient: torch.Tensor, of_probs: torch.Tensor | None, __: Any
+        _: ops.Saved, gradient: torch.Tensor, of_probs: torch.Tensor | None
     ) -> ops.Gradients:
         dprobs = None
         if shape is not None and of_probs is not None:
             dprobs = of_probs.new_empty(shape)
-        return ops.reorder(gradient.contiguous(), length), dprobs
+        return ops.reorder(gradient.contiguous(), given), dprobs
 
-    return ops.kernel_with_backward(run, tokens, probs)
+    return cast("tuple[torch.Tensor, Any]", ops.kernel_with_backward(run, x, probs))
+
+
+def _permute(
+    tokens: torch.Tensor, probs: torch.Tensor | None, routing_map: torch.Tensor, num_out_tokens: Any
+) -> Any:
+    """Tokens [tokens, hidden] to rows [rows, hidden] ordered by expert, with their probabilities
+    and the map [tokens, 2 x experts + 1]. `_moe_permute_mask_map`."""
+    sizes = len(tokens), 2 * routing_map.shape[1] + 1
+    row_id_map = tokens.new_empty(sizes, dtype=torch.int32)
+    return *_reordered(tokens, probs, int(num_out_tokens), row_id_map), row_id_map
 
 
 def _unpermute(
     rows: torch.Tensor, row_id_map: torch.Tensor, *, restore_shape: Any, **_: Any
 ) -> torch.Tensor:
-    """Rows to the sums of each token's rows. Saves: the map, which `_permute` saves too.
-    `_moe_unpermute_mask_map` without probabilities, which Megatron applies earlier."""
-    length, tokens = len(rows), restore_shape[0]
-
-    def run(rows: torch.Tensor, row_id_map: torch.Tensor) -> ops.Ran:
-        return ops.reorder(rows, tokens), [row_id_map], backward
-
-    def backward(_: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
-        return ops.reorder(gradient, length), None
-
-    return cast(torch.Tensor, ops.kernel_with_backward(run, rows, row_id_map))
+    """Rows to the sums of each token's rows, by the map of `_permute`. `_moe_unpermute_mask_map`
+    without probabilities, which Megatron applies earlier."""
+    return _reordered(rows, None, restore_shape[0], row_id_map)[0]
 
 
 def _sort_chunks(rows: torch.Tensor, probs: torch.Tensor | None, *_: Any) -> Any:
-    """Rows in another order, with their probabilities. Saves: a map [rows]. `_moe_chunk_sort`."""
-    has_probs = probs is not None
-
-    def run(rows: torch.Tensor, probs: torch.Tensor | None) -> ops.Ran:
-        kept = rows.new_empty(len(rows), dtype=torch.int32)
-        ordered = ops.reorder(rows, len(rows))
-        return (ordered, None if probs is None else torch.empty_like(probs)), [kept], backward
-
-    def backward(
-        _: ops.Saved, gradient: torch.Tensor, of_probs: torch.Tensor | None
-    ) -> ops.Gradients:
-        dprobs = torch.empty_like(of_probs) if has_probs and of_probs is not None else None
-        return ops.reorder(gradient, len(gradient)), dprobs
-
-    return ops.kernel_with_backward(run, rows, probs)
+    """Rows in another order, with their probabilities; the map is [rows]. `_moe_chunk_sort`."""
+    row_map = rows.new_empty(len(rows), dtype=torch.int32)
+    return _reordered(rows, probs, len(rows), row_map)
 
 
 PERMUTATION: dict[str, Any] = {

@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_iter
 
@@ -62,28 +64,22 @@ def with_graph_fields(job: Job, implementation: str) -> tuple[Job, dict[str, Any
 
 
 def without_refused(
-    job: Job, kinds: Sequence[LayerKind]
+    job: Job, kinds: Sequence[LayerKind], left_out: Mapping[str, Any]
 ) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
-    """The kinds with those choices alone that Megatron allows beside the job's CUDA graphs, and a
+    """The kinds with those choices alone that Megatron allows beside fields of the job, and a
     sentence for each of its reasons against others.
 
-    Raises OptionError if Megatron refuses these graphs of the model, whatever is recomputed.
+    left_out: of the job's fields.
+
+    Raises OptionError if Megatron refuses these fields, whatever is recomputed.
     """
     choices = list(dict.fromkeys(record.policy for kind in kinds for record in kind.choices))
     with meta_megatron(job):
-        asked, left_out = with_graph_fields(job, job.graphs.implementation)
-        config, _ = shard_config(asked, [1] * len(job_kinds(job)), left_out)
+        config, _ = shard_config(job, [1] * len(job_kinds(job)), left_out)
         refused = {choice: reason for choice in choices if (reason := _reason(config, choice))}
-    if not refused:
-        return tuple(kinds), ()
     kept = tuple(_without(kind, refused) for kind in kinds)
-    named: dict[str, list[str]] = {}
-    for choice, reason in refused.items():
-        smaller = any(other.modules and {*other.modules} < {*choice.modules} for other in refused)
-        if not smaller:
-            named.setdefault(reason, []).append(str(choice))
-    said = tuple(f"Left out: {', '.join(texts)}. {reason}" for reason, texts in named.items())
-    return kept, said
+    counts = Counter(refused.values()).items()
+    return kept, tuple(f"Choices left out: {number}. {reason}" for reason, number in counts)
 
 
 def _without(kind: LayerKind, refused: Collection[LayerPolicy]) -> LayerKind:
@@ -99,6 +95,10 @@ def _reason(config: Any, choice: LayerPolicy) -> str | None:
     except PolicyError as error:
         return " ".join(str(error).split())
     return None
+
+
+Figures = dict[str, Any]
+"""Fields of a `ChoiceRecord`."""
 
 
 def with_graphs(job: Job, kinds: Sequence[LayerKind], clock: Roofline) -> tuple[LayerKind, ...]:
@@ -120,22 +120,8 @@ def with_graphs(job: Job, kinds: Sequence[LayerKind], clock: Roofline) -> tuple[
     return tuple(_replaced(kind, found) for kind in kinds)
 
 
-@dataclass(frozen=True, slots=True)
-class GraphRun:
-    """One layer as a graph."""
-
-    pool: LayerBytes
-    rest: LayerBytes
-    keeps_input: bool
-    """Whether the rest keeps the layer's input."""
-    forward_ms: float
-    backward_ms: float
-
-
-def _replaced(
-    kind: LayerKind, found: Mapping[tuple[str, LayerPolicy], GraphRun | None]
-) -> LayerKind:
-    given = [_record(each, found.get((kind.name, each.policy))) for each in kind.choices]
+def _replaced(kind: LayerKind, found: Mapping[tuple[str, LayerPolicy], Figures]) -> LayerKind:
+    given = [replace(each, **found.get((kind.name, each.policy), {})) for each in kind.choices]
     # An output that is recomputed is not quantised, which may be less than recomputing is more.
     records = [replace(each, spread_ms=0.0) for each in in_order(given, [1.0] * len(given))]
     inert = _inert(records)
@@ -156,27 +142,10 @@ def _inert(records: Sequence[ChoiceRecord]) -> dict[str, str]:
     return found
 
 
-def _record(record: ChoiceRecord, run: GraphRun | None) -> ChoiceRecord:
-    if run is None:
-        return record
-    pool, rest = run.pool, run.rest
-    return replace(
-        record,
-        forward_ms=run.forward_ms,
-        backward_ms=run.backward_ms,
-        held_bytes=rest.held_bytes + pool.held_bytes,
-        forward_transient_bytes=rest.forward_transient_bytes + pool.forward_transient_bytes,
-        backward_transient_bytes=rest.backward_transient_bytes + pool.backward_transient_bytes,
-        input_kept=run.keeps_input,
-        also_static_bytes=0,
-        graph=pool,
-    )
-
-
 def _runs(
     job: Job, copies: Sequence[int], choices: Sequence[LayerPolicy], clock: Roofline
-) -> list[GraphRun | None]:
-    """Every layer's runs in a shard, each with its choice; None where nothing is captured."""
+) -> list[Figures]:
+    """What each layer of a shard changes in the record of its choice."""
     asked, left_out = with_graph_fields(job, "transformer_engine")
     with shard(asked, copies, left_out) as built:
         model, step = built.model, JobStep(asked)
@@ -223,9 +192,9 @@ def _run(
     live: LiveBytes,
     clock: Roofline,
     config: Any,
-) -> GraphRun | None:
+) -> Figures:
     if not graph_fields.is_graphable(layer, config):
-        return None
+        return {}
     shape, kwargs = called
     for tensor in tree_iter(kwargs):
         if isinstance(tensor, torch.Tensor):
@@ -257,7 +226,16 @@ def _run(
         held -= storage_bytes(outputs)  # the next layer's input
     pool = replace(captured, held_bytes=held)
     forward_ms, backward_ms = _together(inside, outside, clock)
-    return GraphRun(pool, rest, keeps_input, forward_ms, backward_ms)
+    return {
+        "forward_ms": forward_ms,
+        "backward_ms": backward_ms,
+        "held_bytes": rest.held_bytes + pool.held_bytes,
+        "forward_transient_bytes": rest.forward_transient_bytes + pool.forward_transient_bytes,
+        "backward_transient_bytes": rest.backward_transient_bytes + pool.backward_transient_bytes,
+        "input_kept": keeps_input,
+        "also_static_bytes": 0,
+        "graph": pool,
+    }
 
 
 Readings = tuple[Reading, Reading]
@@ -266,9 +244,9 @@ Readings = tuple[Reading, Reading]
 
 def _together(inside: Readings, outside: Readings, clock: Roofline) -> tuple[float, float]:
     """Milliseconds of forward and backward; the host starts what is inside as one module."""
-    launch = Reading(host=1e-6 * clock.efficiency.module_us)
+    launch = np.array([np.inf, 1e-6 * clock.efficiency.module_us, np.inf])
     forward, backward = (
-        clock.ms_between(Reading(), replace(graph, host=0.0) + rest + launch)
+        clock.ms_between(np.zeros(3), np.minimum(graph, launch) + rest)
         for graph, rest in zip(inside, outside, strict=True)
     )
     return forward, backward

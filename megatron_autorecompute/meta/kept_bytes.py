@@ -5,15 +5,16 @@ MoE dispatchers keep of their last microbatch.
 Of these buffers none is freed before the process ends. Sources: NVIDIA/TransformerEngine (TE
 below), its main branch of August 2026 and the commits named, and megatron-core 0.19.2.
 
-A tensor that a dispatcher keeps beside what its layer saves for the backward is alive once but
-counts twice: in what the layer holds and, because it stays until the layer's next forward, in
-static bytes. So do tensors to which the graph of a kept tensor leads.
+A tensor that a dispatcher keeps and that its layer saves for the backward is alive once but counts
+twice: in what the layer holds and, because it stays until the layer's next forward, in static
+bytes. So do tensors to which the graph of a kept tensor leads.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +37,7 @@ from megatron_autorecompute.meta.static_bytes import (
     static_bytes,
 )
 from megatron_autorecompute.meta.step_end import iteration_flops
-from megatron_autorecompute.policy import LayerPolicy
+from megatron_autorecompute.policy import NONE, LayerPolicy
 from megatron_autorecompute.profile import Deferred, LayerKind, StageRecord, StaticBytes
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 
@@ -50,7 +51,7 @@ class _Place:
     weights: Weights
     shared: dict[str, int]
     kept_bytes: int
-    """What MoE layers' dispatchers in it keep of the last microbatch."""
+    """What it keeps between steps: a MoE layer's dispatcher of the last microbatch, and angles."""
 
 
 class Counted:
@@ -61,8 +62,7 @@ class Counted:
         built: the shard.
         device: what it runs on.
         buffers: tensors that stay between steps; with TE only the output layer shares them.
-        of_one_microbatch: bytes that MoE layers' dispatchers keep of the last microbatch, and those
-            that the graph of a layer without recompute holds as well.
+        of_dispatcher: bytes that one layer's dispatcher keeps of the last microbatch.
     """
 
     def __init__(
@@ -71,15 +71,12 @@ class Counted:
         built: Shard,
         device: Device,
         buffers: Sequence[torch.Tensor] = (),
-        of_one_microbatch: int = 0,
+        of_dispatcher: int = 0,
     ) -> None:
         model: Any = built.model
         self.job, self._device = job, device
         several = job.size("pipeline") > 1
         sites = model_layers.mtp_sites([model])
-        experts = sum(kind.is_moe for kind in built.kind_of.values())
-        experts += job.experts_of_depth * len(sites)
-        self.of_one_dispatcher = -(-of_one_microbatch // experts) if experts else 0
         self._embedding = counted_weights(model.embedding)
         self._head = counted_weights(model.output_layer) + counted_weights(
             model_layers.final_norm(model.decoder)
@@ -93,7 +90,7 @@ class Counted:
         ]
         for layer, kind in zip(layers, built.kind_of.values(), strict=True):
             shared = shared_buffers(job, device, layer)
-            kept_bytes = self.of_one_dispatcher * kind.is_moe
+            kept_bytes = angle_bytes(layer) + of_dispatcher * kind.is_moe
             place = _Place(counted_weights(layer), shared, kept_bytes)
             self._places |= dict.fromkeys(kind.layers, place)
         of_depths = shared_buffers(job, device, *(site.mtp for site in sites))
@@ -103,7 +100,8 @@ class Counted:
             weights = counted_weights(site.mtp if first else None)
             if several and depth == 0:
                 weights += self._embedding  # so has the stage of the MTP depths
-            kept_bytes = self.of_one_dispatcher * job.experts_of_depth * first
+            kept_bytes = angle_bytes(site.mtp) + of_dispatcher * job.experts_of_depth
+            kept_bytes *= first
             self._places[job.num_layers + depth] = _Place(weights, of_depths, kept_bytes)
         self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
@@ -148,6 +146,14 @@ class Counted:
     def parameters_of_stages(self) -> tuple[Parameters, ...]:
         """The parameters of one rank of every stage."""
         return tuple(self.weights(*parts).total for parts in parts_of_stages(self.job))
+
+
+def angle_bytes(layer: torch.nn.Module) -> int:
+    """What latent attention with YaRN keeps in each layer: cosines and sines in 16 bits, and in the
+    cache of a function angles in fp32, as many bytes again (megatron-core models/common/embeddings/
+    yarn_rotary_pos_embedding.py)."""
+    cached = [x for name, x in layer.named_buffers() if name.endswith(("cos_cached", "sin_cached"))]
+    return 2 * storage_bytes(cached)
 
 
 def counted_weights(part: Any) -> Weights:
@@ -352,85 +358,61 @@ def _is_of_torch(module: torch.nn.Module) -> bool:
 # ---------------------------------------------------------------------------- what dispatchers keep
 
 
-KeptBeside = dict[tuple[int, LayerPolicy], int]
-"""Bytes by layer and choice."""
-
-
-def kept_beside(
-    model: torch.nn.Module, policy: Sequence[LayerPolicy], live: LiveBytes
-) -> KeptBeside:
-    """Bytes that only the dispatcher of a decoder layer keeps; call it after a forward.
+class Dispatchers:
+    """What MoE layers' dispatchers keep of the last microbatch.
 
     Args:
-        model: on meta tensors.
-        policy: the choices that ran, by layer.
-        live: has counted them.
+        model: a shard, on meta tensors.
+        live: counts its steps.
     """
-    found = {}
-    for site in model_layers.block_sites([model]):
-        for layer, index in zip(site.block.layers, site.layers, strict=True):
-            keepers = defects.graph_keepers(layer)
-            if keepers:
-                found[index, policy[index]] = _own_bytes(keepers, live)
-    return found
+
+    def __init__(self, model: torch.nn.Module, live: LiveBytes) -> None:
+        layers = model_layers.numbered_layers([model])
+        # From the last layer down: the graph of what one keeps leads to those below.
+        self._keepers = [(at, defects.graph_keepers(layer)) for layer, at in reversed(layers)]
+        self._live = live
+        self._beside: dict[tuple[int, LayerPolicy], int] = {}
+        self.kept_bytes = 0
+        """The most that one keeps of a layer that recomputes nothing."""
+
+    def after_forward(self, policy: Sequence[LayerPolicy]) -> None:
+        """Read what they keep beside what layers save; policy: the choices that ran, by layer."""
+        self._beside |= {(at, policy[at]): size for at, size in self._sizes().items() if size}
+
+    def after_step(self, policy: Sequence[LayerPolicy]) -> None:
+        """Read what they keep between steps."""
+        plain = [size for at, size in self._sizes().items() if policy[at] == NONE]
+        self.kept_bytes = max([self.kept_bytes, *plain])
+
+    def _sizes(self) -> dict[int, int]:
+        return {at: _own_bytes(keepers, self._live) for at, keepers in self._keepers}
+
+    def counted_once(self, kind: LayerKind) -> LayerKind:
+        """A kind of the shard with `also_static_bytes`; of several layers the most counts."""
+
+        def also(choice: LayerPolicy) -> int:
+            own = [self._beside[i, choice] for i in kind.layers if (i, choice) in self._beside]
+            return max(0, self.kept_bytes - max(own)) if own else 0
+
+        choices = (replace(each, also_static_bytes=also(each.policy)) for each in kind.choices)
+        return replace(kind, choices=tuple(choices))
 
 
 def _own_bytes(keepers: Sequence[Any], live: LiveBytes) -> int:
-    """The bytes of tensors that vanish with the objects that keep them."""
-    kept = [
-        (keeper, name, each)
-        for keeper in keepers
-        for name, each in vars(keeper).items()
-        if isinstance(each, torch.Tensor) and live.counted_bytes([each])
-    ]
-    # Numbers of tokens, which have values on the CPU, are nobody else's.
-    own_bytes = live.counted_bytes([each for _, _, each in kept if not each.is_meta])
-    known = [(keeper, name, _Like(each)) for keeper, name, each in kept if each.is_meta]
-    kept.clear()
-    before = live.current_bytes
-    for keeper, name, _ in known:
-        setattr(keeper, name, None)
-    own_bytes += before - live.current_bytes
-    made: dict[int, torch.Tensor] = {}
-    for keeper, name, like in known:
-        setattr(keeper, name, like.again(made))
+    """The bytes of tensors that vanish with the objects that keep them, and come back empty."""
+    before, known = live.current_bytes, {}
+    for keeper in keepers:
+        for name, each in vars(keeper).items():
+            if isinstance(each, torch.Tensor) and live.counted_bytes([each]):
+                storage = each.untyped_storage()
+                length = storage.nbytes() // each.element_size()
+                again = functools.partial(torch.empty, length, dtype=each.dtype, device=each.device)
+                known[storage._cdata] = keeper, name, weakref.ref(storage), again
+                setattr(keeper, name, None)
+                del storage
+            del each
+    own_bytes = before - live.current_bytes
+    for keeper, name, reference, again in known.values():
+        if reference() is None:
+            setattr(keeper, name, again())
     return own_bytes
-
-
-class _Like:
-    """A tensor that can be made again: on its own storage if that is alive."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._storage = weakref.ref(tensor.untyped_storage())
-        self._key = int(tensor.untyped_storage()._cdata)
-        self._size_bytes = tensor.untyped_storage().nbytes()
-        self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self._dtype = tensor.dtype
-
-    def again(self, made: dict[int, torch.Tensor]) -> torch.Tensor:
-        """made: fills with tensors in place of storages that are gone."""
-        storage = self._storage()
-        if storage is None:
-            if self._key not in made:
-                made[self._key] = torch.empty(self._size_bytes, dtype=torch.uint8, device="meta")
-            storage = made[self._key].untyped_storage()
-        return torch.empty(0, dtype=self._dtype, device="meta").set_(storage, *self._place)
-
-
-def counted_once(
-    kind: LayerKind, kept_bytes: int, beside: Mapping[tuple[int, LayerPolicy], int]
-) -> LayerKind:
-    """The kind with `also_static_bytes`.
-
-    Args:
-        kind: the kind of the layers that were built.
-        kept_bytes: what static bytes count of a dispatcher.
-        beside: as `kept_beside` found; of several layers the most counts.
-    """
-
-    def also(choice: LayerPolicy) -> int:
-        own = [beside[i, choice] for i in kind.layers if (i, choice) in beside]
-        return max(0, kept_bytes - max(own)) if own else 0
-
-    choices = (replace(each, also_static_bytes=also(each.policy)) for each in kind.choices)
-    return replace(kind, choices=tuple(choices))

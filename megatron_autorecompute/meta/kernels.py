@@ -11,20 +11,26 @@ import contextlib
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_autorecompute.compat import layer_specs, model_layers, versions
 from megatron_autorecompute.meta import attention, expert_rows, mixers, ops
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.job_config import PRECISIONS, Precision
+from megatron_autorecompute.meta.job_config import PRECISIONS
 from megatron_autorecompute.patched import patched
 
 ANY = Job(
@@ -67,132 +73,16 @@ def _normed(
     return (y, statistics) if bias is None else (y, statistics, torch.empty_like(statistics))
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """The communication of a linear layer in forward; backward does the opposite."""
-
-    group: Any
-    gathers: bool = False
-    """Column parallel under sequence parallelism: input is gathered, gradient reduce-scattered."""
-    scatters: bool = False
-    """Row parallel under sequence parallelism: the reverse."""
-    reduces_output: bool = False
-    """Row parallel without: output is all-reduced."""
-    reduces_gradient: bool = False
-    """Column parallel without: the input's gradient is all-reduced."""
-
-
-class _Linear(torch.autograd.Function):
-    """y = norm(x) W^T. Saves: with a norm its input, its statistics and the normalised input;
-    without a norm the input. The tensor that the weight gradient reads is quantised under fp8
-    and fp4, unless the module has `save_original_input`, and not saved if the weight is frozen,
-    unless an adapter gets the normalised input, too (`shares`: this rank's part, or gathered).
-    Under sequence parallelism only this rank's part is saved; it is gathered again in backward.
-    A quantised copy of the weight is saved too if it is not cached (`Job.copies_weights`). What
-    experts save is in pages under `moe_paged_stash`, as `_stashed` says. TE
-    pytorch/module/layernorm_linear.py and linear.py (`_LayerNormLinear`, `_Linear`, their
-    `save_for_backward` lists)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        norm_weight: torch.Tensor | None,
-        split: _Split,
-        precision: Precision,
-        norm_bias: torch.Tensor | None = None,
-        saves_input: bool = False,
-        shares: str = "",
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        ctx.split, ctx.precision, ctx.normed = split, precision, norm_weight is not None
-        ctx.shares, ctx.restored = shares, _as_it_is
-        grouped = weight.dim() == 3
-        # Its parameter's hook frees it: without gradient accumulation fusion the gradient, and with
-        # it the dummy of Transformer Engine's versions that do not keep it (`kept_bytes`).
-        ctx.makes = not _job.keeps_dummies("grouped" if grouped else "linear")
-        kept: list[torch.Tensor] = [weight]
-        ctx.copies = _job.copies_weights
-        if ctx.copies:
-            kept.append(ops.quantize(weight, 2 * PRECISIONS[_job.precision].copy_bytes))
-        normed = x
-        if norm_weight is not None:
-            normed, *statistics = _normed(x, norm_weight, norm_bias)
-            kept += [x, *statistics]
-        ctx.input_shape, ctx.frozen = x.shape, not weight.requires_grad
-        saved = normed
-        quantises = precision.saved_element_bytes < normed.element_size()
-        if quantises and not saves_input:
-            saved = ops.quantize(normed, precision.saved_element_bytes)
-        if shares or not ctx.frozen:
-            if grouped:
-                saved, ctx.restored = _stashed(saved)
-            kept.append(saved)
-        total = _gathered(normed, split.group) if split.gathers else normed
-        shared = {"own": normed, "gathered": total}.get(shares)
-        del normed
-        if quantises and shares == "gathered":  # gathered in 16 bits for the adapter
-            ops.quantize(total, precision.saved_element_bytes)
-        y = ops.gemm(total, weight, precision.name)
-        ctx.save_for_backward(*kept)
-        if split.scatters:
-            y = _scattered(y, split.group)
-        elif split.reduces_output:
-            torch.distributed.all_reduce(y, group=split.group)
-        return y if shared is None else (y, shared)
-
-    @staticmethod
-    def backward(
-        ctx: Any, gradient: torch.Tensor, of_norm: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor | None, ...]:
-        split, precision = ctx.split, ctx.precision
-        weight, *kept = ctx.saved_tensors
-        kept = kept[ctx.copies :]
-        if split.scatters:
-            gradient = _gathered(gradient, split.group)
-        dx = ops.gemm_data_gradient(gradient, weight, precision.name)
-        if split.gathers:
-            dx = _scattered(dx, split.group, beside=True)
-        elif split.reduces_gradient:
-            torch.distributed.all_reduce(dx, group=split.group, async_op=True)
-        weight_gradient = None
-        if not ctx.frozen:
-            weight_gradient = torch.empty_like(weight) if ctx.makes else None
-            saved = ctx.restored(kept[-1])
-            total = _gathered(saved, split.group, beside=True) if split.gathers else saved
-            ops.gemm_weight_gradient(gradient, total, weight, precision.name)
-            weight.grad_added_to_main_grad = _job.fuses_weight_gradients
-            del total, saved
-        if ctx.shares == "own":  # Transformer Engine adds no gradient of a gathered one
-            dx = dx + of_norm
-        if ctx.normed:
-            dx = ops.norm_backward(dx, kept[0], kept[1])
-        return dx, weight_gradient, None, None, None, None, None, None
-
-
-def _one_tensor(*parts: torch.Tensor) -> bool:
-    """Whether query, key and value are the thirds of every head of one tensor, which TE's fused
-    attention reads as it is (`get_qkv_layout`: sbh3d)."""
-    first, width = parts[0], parts[0].shape[-1]
-    return all(
-        part.untyped_storage()._cdata == first.untyped_storage()._cdata
-        and (part.shape, part.stride()) == (first.shape, first.stride())
-        and part.storage_offset() == index * width
-        for index, part in enumerate(parts)
-    )
-
-
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
 ) -> torch.Tensor:
     """Fused attention. Saves: q, k, v, out and one fp32 per head and token (log-sum-exp). TE
     pytorch/attention/dot_product_attention/backends.py (`FusedAttnFunc`, and flash_attn's
-    `FlashAttnFunc`). Where q, k and v are not `_one_tensor`, those that are views of the projection
-    are copied first (`get_qkv_layout`). Around flash_attn's, `Attention` copies."""
+    `FlashAttnFunc`), as `attention.one_tensor` says. Around flash_attn's, `Attention` copies."""
     more = attention.CAUSAL, window
 
     def run(*parts: torch.Tensor) -> ops.Ran:
-        if not _one_tensor(*parts):
+        if not attention.one_tensor(*parts):
             parts = tuple(part.contiguous() for part in parts)
         out, statistics = ops.attention(*parts, *more)
         return out, (*parts, out, statistics), backward
@@ -231,32 +121,23 @@ def _mla_kv(
     return ops.kernel_with_backward(run, kv, k_position)
 
 
-def _activation(
-    x: torch.Tensor, weights: torch.Tensor | None, gated: bool, in_fp8: bool = False
-) -> torch.Tensor:
+def _activation(x: torch.Tensor, weights: torch.Tensor | None, gated: bool) -> torch.Tensor:
     """An activation as one kernel: SwiGLU and its like (`gated`) or one that is not, times the
-    router's weights for experts. Saves: its input, in one byte per element with
-    `activation_func_fp8_input_store`, and the weights. Megatron fusions/fused_bias_swiglu.py
+    router's weights for experts. Saves: its input, in 16 bits whatever
+    `activation_func_fp8_input_store` says, and the weights. Megatron fusions/fused_bias_swiglu.py
     `SwiGLUFunction`, `WeightedSwiGLUFunction`, fused_bias_geglu.py `WeightedQuickGeGLUFunction`,
     fused_weighted_squared_relu.py `WeightedSquaredReLUFunction`, fused_bias_gelu.py `GeLUFunction`
     (whose bias is a parameter)."""
-    restored: Callable[[torch.Tensor], torch.Tensor] = _as_it_is
 
     def run(x: torch.Tensor, weights: torch.Tensor | None) -> ops.Ran:
-        nonlocal restored
-        saved = x
-        if weights is not None:
-            saved, restored = _stashed(x)
-        if in_fp8 and saved is x:
-            saved = saved.to(torch.float8_e4m3fn)
-        return (ops.gated if gated else ops.pointwise)(x, weights), (saved, weights), backward
+        return (ops.gated if gated else ops.pointwise)(x, weights), (x, weights), backward
 
     def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
-        x, weights = restored(saved[0]).to(gradient.dtype), saved[1]
+        x, weights = saved
         dx, dweights = ops.activation_backward(gradient, x, weights)
         return dx, None if weights is None else dweights
 
-    return ops.kernel_with_backward(run, x, weights)
+    return cast(torch.Tensor, ops.kernel_with_backward(run, x, weights))
 
 
 def _cross_entropy(logits: torch.Tensor, *_: Any) -> torch.Tensor:
@@ -265,36 +146,6 @@ def _cross_entropy(logits: torch.Tensor, *_: Any) -> torch.Tensor:
     return ops.kernel_with_backward(
         lambda x: (ops.cross_entropy(x), (x.detach(),), lambda saved, _: saved), logits
     )
-
-
-def _stashed(saved: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    """What experts save, and what a backward makes of that: under `moe_paged_stash` the pages that
-    it is copied to, and a tensor of the whole room, to which they are copied back. Copies run
-    beside the layers, and take no time here. megatron-core transformer/moe/paged_stash.py; what TE
-    marks for it are the tensors saved here (pytorch/utils.py `mark_grouped_tensor`)."""
-    share = expert_rows.rows(_job).stashed
-    if share is None:
-        return saved, _as_it_is
-    shape, dtype = saved.shape, saved.dtype
-    size_bytes = saved.numel() * saved.element_size() * share
-    pages = saved.new_empty(round(size_bytes), dtype=torch.uint8)
-    return pages, lambda pages: pages.new_empty(shape, dtype=dtype)
-
-
-def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
-    return saved
-
-
-def _gathered(x: torch.Tensor, group: Any, beside: bool = False) -> torch.Tensor:
-    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
-    torch.distributed.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=beside)
-    return whole
-
-
-def _scattered(x: torch.Tensor, group: Any, beside: bool = False) -> torch.Tensor:
-    part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
-    torch.distributed.reduce_scatter_tensor(part, x.contiguous(), group=group, async_op=beside)
-    return part
 
 
 # --------------------------------------------------------------------------------------- modules
@@ -347,7 +198,7 @@ class LinearModule(torch.nn.Module):
         self.group = tp_group or _tensor_group(is_expert)
         self.config, self.is_expert = config, is_expert
         self.inputs, self.outputs = input_size, output_size
-        self.adapter: Any = None  # of LoRA (`adapters`)
+        self.adapter: Any = None  # of LoRA
         if parallel_mode is not None:
             self.parallel = {"duplicated": "none"}.get(parallel_mode, parallel_mode)
         parallel = self.parallel
@@ -356,16 +207,14 @@ class LinearModule(torch.nn.Module):
             output_size //= size
         elif parallel == "row":
             input_size //= size
-        split = parallel != "none" and size > 1 and not experts
+        split = size > 1 and not experts
         sequence = split and config.sequence_parallel and not is_expert
-        self.split = _Split(
-            self.group,
-            gathers=sequence and parallel == "column",
-            scatters=sequence and parallel == "row",
-            reduces_output=split and not sequence and parallel == "row",
-            reduces_gradient=split and not sequence and parallel == "column",
-        )
-        self.precision, self.userbuffers = PRECISIONS[_job.precision], _job.resolved.tp_comm_overlap
+        # Under sequence parallelism a column parallel layer gathers its input, and a row parallel
+        # one scatters its output; backward does the opposite.
+        self.gathers = sequence and parallel == "column"
+        self.scatters = sequence and parallel == "row"
+        self.reduces = split and not sequence
+        self.job, self.precision = _job, PRECISIONS[_job.precision]
         self._parameters_of(config, (experts,) * (experts > 0), input_size, output_size, bias)
         self.skip_bias_add, self.te_return_bias = skip_bias_add, skip_bias_add and bias
         if is_expert:
@@ -386,13 +235,9 @@ class LinearModule(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [..., in] to ([..., out], bias or None)."""
-        norm = self.layer_norm_weight, self.layer_norm_bias
         shares = "" if self.adapter is None else self.shares
-        kept = self.save_original_input
         x = x.contiguous()  # TE pytorch/module/base.py `prepare_forward`
-        y = _Linear.apply(
-            x, self.weight, norm[0], self.split, self.precision, norm[1], kept, shares
-        )
+        y = self._product(x, shares)
         if shares:
             y, x = y
         if self.bias is not None and not self.skip_bias_add:
@@ -400,6 +245,77 @@ class LinearModule(torch.nn.Module):
         if self.adapter is not None:
             y = y + self.adapter(x).reshape(y.shape)
         return y, self.bias if self.te_return_bias else None
+
+    def _product(self, x: torch.Tensor, shares: str = "") -> Any:
+        norm = self.layer_norm_weight, self.layer_norm_bias
+        run = functools.partial(self._run, shares)
+        return ops.kernel_with_backward(run, x, self.weight, *norm)
+
+    def _run(self, shares: str, x: torch.Tensor, weight: torch.Tensor, *norm: Any) -> ops.Ran:
+        """y = norm(x) W^T. Saves: with a norm its input, its statistics and the normalised input;
+        without a norm the input. The tensor that the weight gradient reads is quantised under fp8
+        and fp4, unless the module has `save_original_input`, and not saved if the weight is frozen,
+        unless an adapter gets the normalised input, too (`shares`: this rank's part, or gathered).
+        Under sequence parallelism only this rank's part is saved; it is gathered again in backward.
+        A quantised copy of the weight is saved too if it is not cached (`Job.copies_weights`). TE
+        pytorch/module/layernorm_linear.py and linear.py (`_LayerNormLinear`, `_Linear`, their
+        `save_for_backward` lists)."""
+        saved_bytes = self.precision.saved_element_bytes
+        kept = [weight]
+        if self.job.copies_weights:
+            kept.append(ops.quantize(weight, 2 * self.precision.copy_bytes))
+        normed = x
+        if self.normed:
+            normed, *statistics = _normed(x, *norm)
+            kept += [x, *statistics]
+        quantises = saved_bytes < normed.element_size()
+        own = quantises and not self.save_original_input
+        saved = ops.quantize(normed, saved_bytes) if own else normed
+        if shares or weight.requires_grad:
+            kept.append(saved)
+        total = ops.gathered(normed, self.group) if self.gathers else normed
+        shared = {"own": normed, "gathered": total}.get(shares)
+        del normed
+        if quantises and shares == "gathered":  # gathered in 16 bits for the adapter
+            ops.quantize(total, saved_bytes)
+        y = ops.gemm(total, weight, self.precision.name)
+        if self.scatters:
+            y = ops.scattered(y, self.group)
+        elif self.reduces and self.parallel == "row":
+            torch.distributed.all_reduce(y, group=self.group)
+        backward = functools.partial(self._backward, shares)
+        return y if shared is None else (y, shared), kept, backward
+
+    def _backward(
+        self,
+        shares: str,
+        saved: ops.Saved,
+        gradient: torch.Tensor,
+        of_norm: torch.Tensor | None = None,
+    ) -> ops.Gradients:
+        weight, kept = saved[0], saved[1 + self.job.copies_weights :]
+        if self.scatters:
+            gradient = ops.gathered(gradient, self.group)
+        dx = ops.gemm_data_gradient(gradient, weight, self.precision.name)
+        if self.gathers:
+            dx = ops.scattered(dx, self.group, beside=True)
+        elif self.reduces and self.parallel == "column":
+            torch.distributed.all_reduce(dx, group=self.group, async_op=True)
+        weight_gradient = None
+        if weight.requires_grad:
+            # Its parameter's hook frees it: without gradient accumulation fusion the gradient, and
+            # with it the dummy of Transformer Engine's versions that keep none (`kept_bytes`).
+            if not self.job.keeps_dummies("grouped" if weight.dim() == 3 else "linear"):
+                weight_gradient = torch.empty_like(weight)
+            total = ops.gathered(kept[-1], self.group, beside=True) if self.gathers else kept[-1]
+            ops.gemm_weight_gradient(gradient, total, weight, self.precision.name)
+            weight.grad_added_to_main_grad = self.job.fuses_weight_gradients
+            del total
+        if shares == "own":  # Transformer Engine adds no gradient of a gathered one
+            dx = dx + of_norm
+        if self.normed:
+            dx = ops.norm_backward(dx, kept[0], kept[1])
+        return dx, weight_gradient, None, None
 
     @property
     def return_layernorm_output(self) -> bool:
@@ -418,33 +334,10 @@ class LinearModule(torch.nn.Module):
         `get_adapter_attributes_from_linear`)."""
         if not self.normed:
             return ""
-        return "gathered" if self.split.gathers and not self.userbuffers else "own"
+        return "gathered" if self.gathers and not self.job.resolved.tp_comm_overlap else "own"
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
-
-
-class Linear(LinearModule):
-    """Stands for TELinear."""
-
-
-class ColumnLinear(LinearModule):
-    """Stands for TEColumnParallelLinear."""
-
-    parallel = "column"
-
-
-class NormColumnLinear(LinearModule):
-    """Stands for TELayerNormColumnParallelLinear."""
-
-    parallel = "column"
-    normed = True
-
-
-class RowLinear(LinearModule):
-    """Stands for TERowParallelLinear."""
-
-    parallel = "row"
 
 
 class GroupedLinear(LinearModule):
@@ -460,25 +353,12 @@ class GroupedLinear(LinearModule):
     ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """x [tokens, in], sorted by expert, to [tokens, out]. Biases are added in the product, or
         returned, one [out] for each expert, if the caller adds them."""
-        kept = self.save_original_input
-        y = _Linear.apply(x, self.weight, None, self.split, self.precision, None, kept)
+        y = self._product(x)
         if self.adapter is not None:
             y = y + self.adapter(x).reshape(y.shape)
         if self.bias is None or not self.te_return_bias:
             return y, None
         return y, list(self.bias)
-
-
-class GroupedColumnLinear(GroupedLinear):
-    """Stands for TEColumnParallelGroupedLinear."""
-
-    parallel = "column"
-
-
-class GroupedRowLinear(GroupedLinear):
-    """Stands for TERowParallelGroupedLinear."""
-
-    parallel = "row"
 
 
 class Attention(torch.nn.Module):
@@ -556,16 +436,96 @@ def _tensor_group(is_expert: bool) -> Any:
     return parallel_state.get_tensor_model_parallel_group()
 
 
+# ---------------------------------------------------------------------------------------- adapters
+
+
+class Adapter(torch.nn.Module):
+    """LoRA's B A x of one linear layer, by Megatron's own linear layers in 16 bits under every
+    precision (Megatron Bridge peft/utils.py `ParallelLinearAdapter`). Saves: its input, whole under
+    sequence parallelism, and A's result; with dropout its mask and what it left. Experts of a rank
+    share one adapter."""
+
+    def __init__(self, of: Any, rank: int, dropout: float) -> None:
+        super().__init__()
+        config = copy.copy(of.config)
+        config.sequence_parallel = False
+        more = {
+            "config": config,
+            "bias": False,
+            "init_method": lambda weight: weight,
+            "is_expert": of.is_expert,
+            "tp_group": of.group,
+        }
+        parts = {"input_is_parallel": True, "skip_bias_add": True}
+        self.linear_in: torch.nn.Module
+        if of.parallel == "row":
+            self.linear_in = RowParallelLinear(of.inputs, rank, **parts, **more)
+        else:
+            reduced = not of.config.sequence_parallel
+            self.linear_in = ColumnParallelLinear(
+                of.inputs, rank, gather_output=True, disable_grad_reduce=not reduced, **more
+            )
+        whole = of.parallel != "column"
+        self.linear_out = ColumnParallelLinear(rank, of.outputs, gather_output=whole, **more)
+        self.dropout, self.group = dropout, of.group
+        self.gathers, self.scatters = of.gathers and of.shares != "gathered", of.scatters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x as the linear layer multiplies it, to a tensor like its output."""
+        if self.dropout:
+            x = torch.nn.functional.dropout(x, self.dropout)
+        if self.gathers:
+            x = gather_from_sequence_parallel_region(x, group=self.group)
+        low, _ = self.linear_in(x)
+        y, _ = self.linear_out(low)
+        if self.scatters:
+            y = scatter_to_sequence_parallel_region(y, group=self.group)
+        return y * 2.0  # alpha / rank, whatever it is
+
+
+def add_adapters(job: Job, model: Any) -> None:
+    """Freeze a model of stand-ins and give it the job's adapters, where Megatron Bridge puts them:
+    beside each module whose own or full name one of `target_modules` says, experts' included
+    (peft/base.py, lora.py, module_matcher.py)."""
+    model.requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LinearModule) and _is_target(job, name):
+            module.adapter = Adapter(module, job.lora_rank, job.lora_dropout)
+    if getattr(model, "pre_process", False):
+        # As on every stage but the first, and on the first by Bridge's peft/recompute.py.
+        model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether a layer of the model was given one."""
+    return any(isinstance(module, Adapter) for module in model.modules())
+
+
+def _is_target(job: Job, name: str) -> bool:
+    # Bridge's `ModuleMatcher.match` and `wildcard_match`.
+    own = name.rpartition(".")[-1]
+    return any(
+        own == target or re.fullmatch(target.replace("*", "(.*)"), name)
+        for target in job.lora_target_modules
+    )
+
+
 # --------------------------------------------------------------------------------- putting in place
 
 
-LAYERS = {
-    "TELinear": Linear,
-    "TEColumnParallelLinear": ColumnLinear,
-    "TELayerNormColumnParallelLinear": NormColumnLinear,
-    "TERowParallelLinear": RowLinear,
-    "TEColumnParallelGroupedLinear": GroupedColumnLinear,
-    "TERowParallelGroupedLinear": GroupedRowLinear,
+def _layer(name: str, base: type[LinearModule], **fields: Any) -> type[LinearModule]:
+    return type(name, (base,), fields)
+
+
+LAYERS: dict[str, type[torch.nn.Module]] = {
+    "TELinear": _layer("Linear", LinearModule),
+    "TEColumnParallelLinear": _layer("ColumnLinear", LinearModule, parallel="column"),
+    "TELayerNormColumnParallelLinear": _layer(
+        "NormColumnLinear", LinearModule, parallel="column", normed=True
+    ),
+    "TERowParallelLinear": _layer("RowLinear", LinearModule, parallel="row"),
+    "TEColumnParallelGroupedLinear": _layer("GroupedColumn", GroupedLinear, parallel="column"),
+    "TERowParallelGroupedLinear": _layer("GroupedRow", GroupedLinear, parallel="row"),
     "TENorm": Norm,
     "TEDotProductAttention": Attention,
 }
@@ -606,20 +566,20 @@ def _frees_quantised(original: Any) -> Any:
 
 
 Replacements = dict[str, dict[str, Any]]
-"""By modules below megatron.core, names in them and what takes their places."""
+"""By modules below megatron.core and classes, names in them and what takes their places."""
 
 
 def _compiled() -> Replacements:
     """Of functions that Megatron has torch compile."""
 
-    def gate(x: Any, bias: Any, in_fp8: bool = False, *_: Any) -> Any:
-        return _activation(x, None, True, in_fp8)
+    def gate(x: torch.Tensor, bias: Any, *_: Any) -> torch.Tensor:
+        return _activation(x, None, True)
 
-    def weighted_gate(x: Any, bias: Any, weights: Any, in_fp8: bool = False, *_: Any) -> Any:
-        return _activation(x, weights, True, in_fp8)
+    def weighted_gate(x: torch.Tensor, bias: Any, weights: Any, *_: Any) -> torch.Tensor:
+        return _activation(x, weights, True)
 
-    def quick_gate(x: Any, weights: Any, in_fp8: bool, *_: Any) -> Any:
-        return _activation(x, weights, True, in_fp8)
+    def quick_gate(x: torch.Tensor, weights: Any, *_: Any) -> torch.Tensor:
+        return _activation(x, weights, True)
 
     original = _module("fusions.fused_cross_entropy").calculate_gradients
 
@@ -652,7 +612,10 @@ def _compiled() -> Replacements:
 
 
 def _module(name: str) -> Any:
-    return importlib.import_module("megatron.core." + name)
+    """A module below megatron.core, or one of its classes behind a colon."""
+    module, _, owner = name.partition(":")
+    found = importlib.import_module("megatron.core." + module)
+    return getattr(found, owner) if owner else found
 
 
 def _of_hybrids() -> Replacements:
@@ -707,7 +670,7 @@ def _on_meta(permutation: Any, *args: Any) -> tuple[torch.Tensor, ...]:
 def _replacements() -> Replacements:
     provider, specs = "extensions.transformer_engine_spec_provider", "models.gpt."
     spec_provider = {"TESpecProvider": _module(provider).TESpecProvider}
-    utils = "transformer.moe.moe_utils"
+    utils, language = "transformer.moe.moe_utils", "models.common.language_module.language_module"
     permutation = expert_rows.PERMUTATION.items()
     weight_gradient = SimpleNamespace(
         wgrad_gemm_accum_fp32=_weight_gradient, wgrad_gemm_accum_fp16=_weight_gradient
@@ -730,18 +693,23 @@ def _replacements() -> Replacements:
             "fused_apply_rotary_pos_emb": rotate,
             "fused_apply_rotary_pos_emb_thd": rotate,
         },
+        "fusions.fused_softmax:FusedScaleMaskSoftmax": {
+            "get_batch_per_block": staticmethod(lambda *_: 1)
+        },
         "fusions.fused_softmax": {
             "ScaledUpperTriangMaskedSoftmax": attention.SOFTMAX,
             "ScaledMaskedSoftmax": attention.SOFTMAX,
             "ScaledSoftmax": attention.SOFTMAX,
         },
         "transformer.moe.router": {"sinkhorn": _sinkhorn},
-        "transformer.moe.token_dispatcher": expert_rows.hybrid_ep(expert_rows.rows(_job)),
+        "transformer.moe.token_dispatcher": expert_rows.hybrid_ep(_job),
         utils: {
             "te_general_gemm": _general_gemm if _job.routers_of_te else None,
             **{name: made for name, made in permutation if hasattr(_module(utils), name)},
         },
-        _LANGUAGE: {"te_parallel_cross_entropy": _cross_entropy},
+        language: {"te_parallel_cross_entropy": _cross_entropy},
+        # It would set variables of the environment, for Transformer Engine.
+        language + ":LanguageModule": {"_set_attention_backend": lambda _: None},
         "tensor_parallel.layers": {
             "fused_weight_gradient_mlp_cuda": weight_gradient,
             "_grad_accum_fusion_available": True,
@@ -749,19 +717,6 @@ def _replacements() -> Replacements:
         **(_compiled() if _job.torch_compile else {}),
         **(_of_hybrids() if model_layers.pattern_types() else {}),
     }
-
-
-_LANGUAGE = "models.common.language_module.language_module"
-
-
-def _of_classes() -> Iterator[tuple[Any, str, Any]]:
-    softmax = _module("fusions.fused_softmax").FusedScaleMaskSoftmax
-    yield softmax, "get_batch_per_block", staticmethod(lambda *_: 1)
-    # It would set variables of the environment, for Transformer Engine.
-    yield _module(_LANGUAGE).LanguageModule, "_set_attention_backend", lambda _: None
-    if _job.precision != "bf16":
-        nodes = versions.schedule_nodes()
-        yield nodes, "should_free_input", _frees_quantised(nodes.should_free_input)
 
 
 @contextlib.contextmanager
@@ -774,8 +729,10 @@ def stand_ins(job: Job) -> Iterator[None]:
             for module, names in _replacements().items():
                 for name, stand_in in names.items():
                     undo.enter_context(patched(_module(module), name, stand_in))
-            for owner, name, stand_in in _of_classes():
-                undo.enter_context(patched(owner, name, stand_in))
+            if job.precision != "bf16":
+                nodes = versions.schedule_nodes()
+                frees = _frees_quantised(nodes.should_free_input)
+                undo.enter_context(patched(nodes, "should_free_input", frees))
             yield
     finally:
         _job = before

@@ -16,26 +16,23 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from megatron_autorecompute.compat import rules
+from megatron_autorecompute.meta.graph_layers import without_refused
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
     JobStep,
     counted,
-    job_kinds,
-    meta_megatron,
     overlap_fields,
     own_kinds,
     shard,
-    shard_config,
 )
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
-from megatron_autorecompute.profile import ChoiceRecord, LayerKind, PartBytes
+from megatron_autorecompute.profile import LayerKind, PartBytes
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 
 FIRST = ("attn", "pre_dispatch_computation")
@@ -48,61 +45,47 @@ OUTSIDE = ("pre_process", "post_process")
 def with_parts(job: Job, kinds: Sequence[LayerKind], boundary_bytes: int) -> tuple[LayerKind, ...]:
     """Decoder layers' kinds with the bytes that each choice has under EP overlap.
 
-    Choices that Megatron refuses there are left out. Kinds of MTP depths are unchanged.
+    Choices that Megatron refuses there are left out. Else kinds of MTP depths are unchanged.
 
     Args:
         job: with `overlap_moe_expert_parallel_comm`, a GPTModel without MTP depths.
         kinds: the kinds of the whole model.
         boundary_bytes: the bytes of a hidden state between two layers.
     """
+    kinds, _ = without_refused(job, kinds, _left_out(job))
     own = own_kinds(job, kinds)
-    allowed = _allowed(job, [kind for kind in own if kind])
-    copies = [len(allowed[kind.name]) if kind else 0 for kind in own]
+    copies = [len(kind.choices) if kind else 0 for kind in own]
     last = max(at for at, count in enumerate(copies) if count)
     copies[last] += 1  # the final norm is in the last layer's last part
-    ran = [(kind.name, choice) for kind in own if kind for choice in allowed[kind.name]]
+    ran = [(kind.name, record.policy) for kind in own if kind for record in kind.choices]
     runs = _runs(job, copies, RecomputePolicy((*(choice for _, choice in ran), NONE)))
     found = {
-        key: (_parts(run, boundary_bytes, above.input_stays), run)
+        key: _figures(run, boundary_bytes, above.input_stays)
         for key, (run, above) in zip(ran, itertools.pairwise(runs), strict=True)
     }
-    return tuple(_replaced(kind, found, boundary_bytes) for kind in kinds)
+    return tuple(_replaced(kind, found) for kind in kinds)
 
 
 def _replaced(
-    kind: LayerKind,
-    found: Mapping[tuple[str, LayerPolicy], tuple[tuple[PartBytes, ...], _Run]],
-    boundary_bytes: int,
+    kind: LayerKind, found: Mapping[tuple[str, LayerPolicy], dict[str, Any]]
 ) -> LayerKind:
-    records = [(record, found.get((kind.name, record.policy))) for record in kind.choices]
-    choices = tuple(_record(r, *of, boundary_bytes) for r, of in records if of)
-    return replace(kind, choices=choices) if choices else kind
+    choices = (replace(each, **found.get((kind.name, each.policy), {})) for each in kind.choices)
+    return replace(kind, choices=tuple(choices))
 
 
-def _record(
-    record: ChoiceRecord, parts: tuple[PartBytes, ...], run: _Run, boundary_bytes: int
-) -> ChoiceRecord:
+def _figures(run: _Run, boundary_bytes: int, output_stays: bool) -> dict[str, Any]:
+    """Fields of a `ChoiceRecord`; output_stays: as of `_parts`."""
+    parts = _parts(run, boundary_bytes, output_stays)
     held = parts[-1].forward_end_bytes - boundary_bytes
-    return replace(
-        record,
-        held_bytes=held,
-        forward_transient_bytes=max(part.forward_peak_bytes for part in parts) - held,
-        backward_transient_bytes=max(part.backward_peak_bytes for part in parts) - held,
-        also_static_bytes=0,
-        parts=parts,
-        input_stays=run.input_stays,
-        output_keeps_bytes=run.backward[0].kept_bytes,
-    )
-
-
-def _allowed(job: Job, kinds: Sequence[LayerKind]) -> dict[str, tuple[LayerPolicy, ...]]:
-    """The choices that Megatron allows with the overlap, by the kind's name."""
-    with meta_megatron(job):
-        config, _ = shard_config(job, [1] * len(job_kinds(job)), _left_out(job))
-        return {
-            kind.name: tuple(r.policy for r in kind.choices if rules.is_allowed(config, r.policy))
-            for kind in kinds
-        }
+    return {
+        "held_bytes": held,
+        "forward_transient_bytes": max(part.forward_peak_bytes for part in parts) - held,
+        "backward_transient_bytes": max(part.backward_peak_bytes for part in parts) - held,
+        "also_static_bytes": 0,
+        "parts": parts,
+        "input_stays": run.input_stays,
+        "output_keeps_bytes": run.backward[0].kept_bytes,
+    }
 
 
 def _left_out(job: Job) -> dict[str, Any]:
@@ -110,25 +93,27 @@ def _left_out(job: Job) -> dict[str, Any]:
     return {name: value for name, value in LEFT_OUT.items() if name not in overlap_fields(job)}
 
 
-class _Note(NamedTuple):
+@dataclass(slots=True)
+class _Note:
+    """One part's forward or backward."""
+
     name: str
-    direction: Literal["forward", "backward"]
+    forward: bool
     start_bytes: int
     peak_bytes: int
     inputs: tuple[weakref.ref[torch.Tensor], ...]
     """The inputs of a backward; they end with it unless something has its graph."""
     kept_bytes: int
     """Bytes left after a backward: leaves of its output's graph, and their gradients."""
+    end_bytes: int = 0
+    """The bytes when the next part begins."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """One layer's parts in order of time, and what is alive after the last."""
+class _Run(NamedTuple):
+    """One layer's parts in order of time."""
 
-    forward: tuple[_Note, ...]
-    after_forward: int
-    backward: tuple[_Note, ...]
-    after_backward: int
+    forward: list[_Note]
+    backward: list[_Note]
     input_stays: bool
 
 
@@ -158,25 +143,28 @@ def _noted(live: LiveBytes) -> Iterator[list[_Note]]:
 
     notes: list[_Note] = []
 
-    def noting(original: Callable[..., Any], direction: Literal["forward", "backward"]) -> Any:
+    def noting(original: Callable[..., Any], forward: bool) -> Any:
         @functools.wraps(original)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            is_part = self.name in (*FIRST, *NAMES, *OUTSIDE)
             start = live.current_bytes
+            if is_part and notes:
+                notes[-1].end_bytes = start
             inputs = tuple(weakref.ref(x) for x in self.inputs or () if x is not None)
             live.reset_peak()
-            leaves = list(_leaves(self.output)) if direction == "backward" else []
+            leaves = [] if forward else list(_leaves(self.output))
             result = original(self, *args, **kwargs)
             grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
             kept = live.counted_bytes([*leaves, *grads])
-            if self.name in (*FIRST, *NAMES, *OUTSIDE):
-                notes.append(_Note(self.name, direction, start, live.peak_bytes, inputs, kept))
+            if is_part:
+                notes.append(_Note(self.name, forward, start, live.peak_bytes, inputs, kept))
             return result
 
         return run
 
     with (
-        patched(ScheduleNode, "forward", noting(ScheduleNode.forward, "forward")),
-        patched(ScheduleNode, "backward", noting(ScheduleNode.backward, "backward")),
+        patched(ScheduleNode, "forward", noting(ScheduleNode.forward, True)),
+        patched(ScheduleNode, "backward", noting(ScheduleNode.backward, False)),
     ):
         yield notes
 
@@ -197,38 +185,31 @@ def _leaves(outputs: Any) -> Iterator[torch.Tensor]:
 
 def _by_layer(notes: Sequence[_Note]) -> list[_Run]:
     """Forwards begin with a layer's first part, backwards end with it."""
-    forwards: list[tuple[tuple[_Note, ...], int]] = []
-    backwards: list[tuple[tuple[_Note, ...], int]] = []
-    begun: list[_Note] = []
-    for note, later in itertools.pairwise(notes):
+    forwards: list[list[_Note]] = []
+    backwards: list[list[_Note]] = [[]]
+    for note in notes:
         if note.name in OUTSIDE:
             continue
-        begun.append(note)
-        ends = (
-            later.name in (*FIRST, *OUTSIDE)
-            if note.direction == "forward"
-            else (note.name in FIRST)
-        )
-        if ends:
-            of = forwards if note.direction == "forward" else backwards
-            of.append((tuple(begun), later.start_bytes))
-            begun = []
-    pairs = zip(forwards, reversed(backwards), strict=True)
-    return [_Run(*forward, *backward, _stay(backward[0][-1])) for forward, backward in pairs]
-
-
-def _stay(first: _Note) -> bool:
-    return any(reference() is not None for reference in first.inputs)
+        if note.forward:
+            if note.name in FIRST:
+                forwards.append([])
+            forwards[-1].append(note)
+        else:
+            backwards[-1].append(note)
+            if note.name in FIRST:
+                backwards.append([])
+    pairs = zip(forwards, reversed(backwards[:-1]), strict=True)
+    return [_Run(*pair, any(one() is not None for one in pair[1][-1].inputs)) for pair in pairs]
 
 
 def _parts(run: _Run, boundary_bytes: int, output_stays: bool) -> tuple[PartBytes, ...]:
     """output_stays: as the input of the layer above, with its gradient, when this one is done."""
     low = run.forward[0].start_bytes - boundary_bytes  # its input is the layer's own
-    forward = _levels(run.forward, run.after_forward, low)
-    held = run.after_forward - run.forward[0].start_bytes
+    forward = _levels(run.forward, low)
+    held = run.forward[-1].end_bytes - run.forward[0].start_bytes
     # When the backward begins, so are its output and the gradient of it.
     low = run.backward[0].start_bytes - 2 * boundary_bytes - held
-    backward = _levels(run.backward, run.after_backward, low)
+    backward = _levels(run.backward, low)
     if output_stays:
         backward = _without_output(backward, boundary_bytes)
     level, found = forward[FIRST[-1]][1], list[PartBytes]()
@@ -254,13 +235,12 @@ def _without_output(
     return found
 
 
-def _levels(notes: Sequence[_Note], after: int, low: int) -> dict[str, tuple[int, int]]:
+def _levels(notes: Sequence[_Note], low: int) -> dict[str, tuple[int, int]]:
     """Highest bytes and bytes at the end of every part, above the layer's base."""
-    ends = [*(note.start_bytes for note in notes[1:]), after]
     return {
         FIRST[-1] if note.name in FIRST else note.name: (
             max(0, note.peak_bytes - low),
-            max(0, end - low),
+            max(0, note.end_bytes - low),
         )
-        for note, end in zip(notes, ends, strict=True)
+        for note in notes
     }

@@ -11,8 +11,6 @@ Floating-point operations are those of the products in these kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -22,81 +20,6 @@ from megatron_autorecompute.meta import ops
 _FP32 = torch.float32
 _TAPS = 4
 """The taps of the convolution, `d_conv` of Megatron's MambaMixer."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScanShape:
-    """Sizes on one rank: tokens, the widths of x (heads x width) and of x, B and C together."""
-
-    batch: int
-    length: int
-    heads: int
-    width: int
-    groups: int
-    state: int
-    chunk: int
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of all sequences."""
-        return self.batch * self.length
-
-    @property
-    def inner(self) -> int:
-        """Elements of x for one token."""
-        return self.heads * self.width
-
-    @property
-    def mixed(self) -> int:
-        """Elements that the convolution mixes for one token: x, B and C."""
-        return self.inner + 2 * self.groups * self.state
-
-    @property
-    def chunks(self) -> int:
-        """The chunks of one sequence."""
-        return math.ceil(self.length / self.chunk)
-
-    @property
-    def products(self) -> tuple[int, int, int, int]:
-        """Floating-point operations of the convolution, of C B^T within chunks, of one product of
-        all tokens with states, and of one causal product within chunks (half of all pairs)."""
-        return (
-            2 * _TAPS * self.tokens * self.mixed,
-            2 * self.tokens * self.groups * self.chunk * self.state,
-            2 * self.tokens * self.inner * self.state,
-            self.tokens * self.inner * self.chunk,
-        )
-
-    @property
-    def forward_flops(self) -> int:
-        """States of chunks, and y from states, are the two products with states."""
-        conv, scores, states, within = self.products
-        return conv + scores + 2 * states + within
-
-    @property
-    def backward_flops(self) -> int:
-        """Convolution, C B^T and states again; gradients of x, B, C, dt and of the states."""
-        conv, scores, states, within = self.products
-        return 3 * conv + 3 * scores + 5 * states + 3 * within
-
-
-def _by_head(new: Any, s: ScanShape) -> torch.Tensor:
-    return cast(torch.Tensor, new(s.batch, s.heads, s.chunks, s.chunk, dtype=_FP32))
-
-
-def _state_size(s: ScanShape) -> tuple[int, int]:
-    return s.batch, s.inner * s.state
-
-
-def _gradients_of_steps(new: Any, s: ScanShape) -> Iterator[torch.Tensor]:
-    """Gradients of dt and of its sums, of B, C and C B^T, all in fp32."""
-    for _ in range(3):
-        yield _by_head(new, s)
-    for _ in range(2):
-        yield new(s.batch, s.length, s.groups, s.state, dtype=_FP32)
-    yield new(s.batch, s.chunks, s.groups, s.chunk, s.chunk, dtype=_FP32)
-    for _ in range(2):
-        yield _by_head(new, s)
 
 
 def split_conv1d_scan(
@@ -118,38 +41,53 @@ def split_conv1d_scan(
     output before the gate, A, D and the bias of dt. `MambaSplitConv1dScanCombinedFn` without norm
     and output projection. States are in fp32. Returns [batch, length, heads x headdim].
     """
-    heads = D.shape[0]
-    state = (weight.shape[0] - heads * headdim) // ngroups // 2
+    heads, mixed = D.shape[0], weight.shape[0]  # mixed by the convolution: x, B and C
+    inner = heads * headdim
+    state = (mixed - inner) // ngroups // 2
     batch, length = zxbcdt.shape[:2]
-    s = ScanShape(batch, length, heads, headdim, ngroups, state, chunk_size)
+    chunks, tokens = math.ceil(length / chunk_size), batch * length
+    by_head = batch, heads, chunks, chunk_size
+    of_scores = batch, chunks, ngroups, chunk_size, chunk_size
+    of_states = batch, chunks, heads, headdim * state
+    # Floating-point operations of the convolution, of C B^T within chunks, of one product of all
+    # tokens with states, and of one causal product within chunks (half of all pairs).
+    conv_flops = 2 * _TAPS * tokens * mixed
+    scores_flops = 2 * tokens * ngroups * chunk_size * state
+    states_flops, within_flops = 2 * tokens * inner * state, tokens * inner * chunk_size
 
     def run(zxbcdt: torch.Tensor, *rest: torch.Tensor) -> ops.Ran:
         new = zxbcdt.new_empty
-        conv = new(s.batch, s.length, s.mixed)
-        steps = [_by_head(new, s) for _ in range(2)]  # dt, and its sums times A
-        states = new(s.batch, s.chunks, s.heads, s.width * s.state, dtype=_FP32)
-        states, last = states.to(zxbcdt.dtype), new(_state_size(s), dtype=_FP32)
-        scores = new(s.batch, s.chunks, s.groups, s.chunk, s.chunk, dtype=_FP32)
-        out, before_gate = (new(s.batch, s.length, s.inner) for _ in range(2))
-        ops.kernel([zxbcdt, conv, *steps, states, scores, out, before_gate], s.forward_flops)
+        conv = new(batch, length, mixed)
+        steps = [new(by_head, dtype=_FP32) for _ in range(2)]  # dt, and its sums times A
+        states = new(of_states, dtype=_FP32)
+        states, last = states.to(zxbcdt.dtype), new(batch, inner * state, dtype=_FP32)
+        scores = new(of_scores, dtype=_FP32)
+        out, before_gate = (new(batch, length, inner) for _ in range(2))
+        # States of chunks, and y from states, are the two products with states.
+        flops = conv_flops + scores_flops + 2 * states_flops + within_flops
+        ops.kernel([zxbcdt, conv, *steps, states, scores, out, before_gate], flops)
         del conv, steps, states, last, scores
         return out, (zxbcdt, before_gate, *rest), backward
 
     def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
         zxbcdt, before_gate, *rest = saved
         new = zxbcdt.new_empty
-        conv, dzxbcdt = new(s.batch, s.length, s.mixed), torch.empty_like(zxbcdt)
+        conv, dzxbcdt = new(batch, length, mixed), torch.empty_like(zxbcdt)
         dconv = torch.empty_like(conv)
-        steps = [new(s.tokens, s.heads), _by_head(new, s), _by_head(new, s)]
-        scores = new(s.batch, s.chunks, s.groups, s.chunk, s.chunk, dtype=_FP32)
-        states = new(s.batch, s.chunks, s.heads, s.width * s.state, dtype=_FP32)
+        steps = [new(tokens, heads), *(new(by_head, dtype=_FP32) for _ in range(2))]
+        scores, states = new(of_scores, dtype=_FP32), new(of_states, dtype=_FP32)
         states = torch.empty_like(states)  # passed from chunk to chunk, in the same dtype
-        last, dout = new(_state_size(s), dtype=_FP32), torch.empty_like(before_gate)
+        last, dout = new(batch, inner * state, dtype=_FP32), torch.empty_like(before_gate)
         dstates = torch.empty_like(states)
         dstates, states = dstates.to(zxbcdt.dtype), states.to(zxbcdt.dtype)
         moved = [zxbcdt, conv, dzxbcdt, dconv, *steps, scores, states, dstates, before_gate, dout]
-        ops.kernel([*moved, gradient], s.backward_flops)
-        more = [*_gradients_of_steps(new, s)]
+        # Convolution, C B^T and states again; gradients of x, B, C, dt and of the states.
+        flops = 3 * conv_flops + 3 * scores_flops + 5 * states_flops + 3 * within_flops
+        ops.kernel([*moved, gradient], flops)
+        # Gradients of dt and of its sums, of B, C and C B^T.
+        of_group = batch, length, ngroups, state
+        sizes = [by_head] * 3 + [of_group] * 2 + [of_scores] + [by_head] * 2
+        more = [new(size, dtype=_FP32) for size in sizes]
         del conv, dconv, steps, scores, states, last, dout, dstates, moved, more
         return dzxbcdt, *(torch.empty_like(one) for one in rest)
 

@@ -31,10 +31,10 @@ from megatron_autorecompute.compat import (
 )
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.meta import kernels, without_cuda
-from megatron_autorecompute.meta.adapters import add_adapters, has_adapters
 from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.job_config import FIELDS
+from megatron_autorecompute.meta.kernels import add_adapters, has_adapters
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
     applied,

@@ -8,10 +8,11 @@ parameters. What several layers save, such as rotary frequencies, is copied with
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -57,28 +58,18 @@ def with_inert_offload(kind: LayerKind, sets: Sequence[Sequence[str]]) -> LayerK
 LEAST_ELEMENTS = 256 << 10
 
 
-@dataclass
-class _Saved:
-    """What one layer saved, as far as it may leave."""
+Saved = dict[tuple[int, int], tuple[torch.UntypedStorage, int]]
+"""What one layer saved, as far as it may leave: storages, which keep their addresses so, and bytes
+that are copied, by storage and offset."""
 
-    tensors: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Bytes by storage and offset."""
-    storages: dict[int, int] = field(default_factory=dict)
-    """Bytes by storage."""
-    alive: list[torch.UntypedStorage] = field(default_factory=list)
-    """Kept alive, so that no tensor has the address of another."""
 
-    def save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Called as autograd's hook."""
-        base = tensor if tensor._base is None else tensor._base
-        whole = base if base.numel() == tensor.numel() else tensor
-        if tensor.numel() >= LEAST_ELEMENTS and whole.is_contiguous():
-            storage = whole.untyped_storage()
-            size_bytes = whole.numel() * whole.element_size()
-            self.tensors[storage._cdata, int(whole.storage_offset())] = size_bytes
-            self.storages[storage._cdata] = storage.nbytes()
-            self.alive.append(storage)
-        return tensor
+def _save(found: Saved, tensor: torch.Tensor) -> torch.Tensor:
+    base = tensor if tensor._base is None else tensor._base
+    whole = base if base.numel() == tensor.numel() else tensor
+    if tensor.numel() >= LEAST_ELEMENTS and whole.is_contiguous():
+        storage, offset = whole.untyped_storage(), int(whole.storage_offset())
+        found[storage._cdata, offset] = storage, whole.numel() * whole.element_size()
+    return tensor
 
 
 def check_whole_layers(job: Job) -> None:
@@ -109,45 +100,35 @@ def _saved(job: Job) -> dict[int, tuple[int, int]]:
 
     Two layers of each kind are built, so that what several save shows.
     """
-    found: dict[int, _Saved] = {}
+    found: dict[int, Saved] = {}
     with shard(job, [2] * len(job_kinds(job))) as built:
         static = {p.untyped_storage()._cdata for p in built.model.parameters()}
         for layer, index in model_layers.numbered_layers([built.model]):
-            _watch(layer, found.setdefault(index, _Saved()))
+            _watch(layer, found.setdefault(index, {}))
         output = JobStep(job)(None, built.model)
-        times = Counter(storage for one in found.values() for storage in one.storages)
-        bytes_of = {
-            layer: (
-                sum(
-                    size
-                    for storage, size in found[index].storages.items()
-                    if times[storage] == 1 and storage not in static
-                ),
-                sum(
-                    size
-                    for (storage, _), size in found[index].tensors.items()
-                    if storage not in static
-                ),
-            )
-            for index, kind in built.kind_of.items()
-            for layer in kind.layers
-        }
         del output
+    bytes_of: dict[int, tuple[int, int]] = {}
+    own = {
+        index: {storage._cdata: storage.nbytes() for storage, _ in saved.values()}
+        for index, saved in found.items()
+    }
+    times = Counter(itertools.chain.from_iterable(own.values()))
+    for index, kind in built.kind_of.items():
+        free = sum(size for at, size in own[index].items() if times[at] == 1 and at not in static)
+        copied = sum(size for (at, _), (_, size) in found[index].items() if at not in static)
+        bytes_of |= dict.fromkeys(kind.layers, (free, copied))
     return bytes_of
 
 
-def _watch(layer: torch.nn.Module, saved: _Saved) -> None:
-    opened: list[Any] = []
+def _watch(layer: Any, saved: Saved) -> None:
+    original = layer.forward
 
-    def begins(*_: Any) -> None:
-        opened.append(torch.autograd.graph.saved_tensors_hooks(saved.save, lambda saved: saved))
-        opened[-1].__enter__()
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        save = functools.partial(_save, saved)
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            return original(*args, **kwargs)
 
-    def ends(*_: Any) -> None:
-        opened.pop().__exit__()
-
-    layer.register_forward_pre_hook(begins)
-    layer.register_forward_hook(ends)
+    layer.forward = forward
 
 
 def _with(kind: LayerKind, saved: tuple[int, int]) -> LayerKind:

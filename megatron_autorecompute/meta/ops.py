@@ -55,6 +55,20 @@ def kernel_with_backward(run: Callable[..., Ran], *inputs: torch.Tensor | None) 
     return _Kernel.apply(run, *inputs)
 
 
+def gathered(x: torch.Tensor, group: Any, beside: bool = False) -> torch.Tensor:
+    """The parts of all ranks along the first dimension; `beside`: the next product."""
+    whole = x.new_empty(x.shape[0] * group.size(), *x.shape[1:])
+    torch.distributed.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=beside)
+    return whole
+
+
+def scattered(x: torch.Tensor, group: Any, beside: bool = False) -> torch.Tensor:
+    """This rank's part of the sums of all ranks; `beside`: the next product."""
+    part = x.new_empty(x.shape[0] // group.size(), *x.shape[1:])
+    torch.distributed.reduce_scatter_tensor(part, x.contiguous(), group=group, async_op=beside)
+    return part
+
+
 def _gemm_flops(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
     # Every token is multiplied by one matrix, also if weight has one for each expert.
     return 2 * x.numel() * weight.shape[-2]

@@ -10,11 +10,10 @@ import copy
 import functools
 import hashlib
 import itertools
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,15 +22,17 @@ from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.meta import expert_rows
 from megatron_autorecompute.meta.attention import with_backend
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
-from megatron_autorecompute.meta.graph_layers import with_graphs, without_refused
+from megatron_autorecompute.meta.graph_layers import (
+    with_graph_fields,
+    with_graphs,
+    without_refused,
+)
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.job_config import Resolved
 from megatron_autorecompute.meta.kept_bytes import (
     Counted,
-    KeptBeside,
-    counted_once,
+    Dispatchers,
     deferred_output_layer,
-    kept_beside,
     parts_of_stages,
 )
 from megatron_autorecompute.meta.layer_parts import with_parts
@@ -57,7 +58,7 @@ from megatron_autorecompute.meta.offload_records import (
 )
 from megatron_autorecompute.meta.roofline import Roofline, Spread, Traffic
 from megatron_autorecompute.meta.static_bytes import Parameters
-from megatron_autorecompute.meta.step_end import StageWork, step_end_ms
+from megatron_autorecompute.meta.step_end import step_end_ms
 from megatron_autorecompute.policy import (
     NONE,
     OWN_MODULES,
@@ -137,28 +138,21 @@ def profile_job(
     decoder, whole = _decoder_and_whole(job, clock, every, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
+    shown, counted = decoder.shown, decoder.counted.with_ends_of(whole.counted)
     alone_ms = 0.0
     if job.resolved.overlap_moe_expert_parallel_comm:
         alone_ms = _alone_ms(job, clock(), kinds, progress)
         if job.pattern is None:
             progress(f"{job.name}: layers in parts, a forward beside a backward")
-            kinds = with_parts(replace_mtp(job, 0), kinds, decoder.boundary_bytes)
-    counted = decoder.counted.with_ends_of(whole.counted)
-    kinds = tuple(_beside_mask(job, kind) for kind in with_inert(kinds))
-    kinds = tuple(with_inert_offload(kind, offload) for kind in kinds)
-    kinds, refused = _beside_graphs(job, kinds, clock, progress)
+            kinds = with_parts(replace_mtp(job, 0), kinds, shown.boundary_bytes)
     facts = _facts(job, decoder.layer_facts)
-    profile = Profile(
+    profile = replace(
+        shown,
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
-        parallelism=parallelism(job),
         kinds=kinds,
-        embedding=_with_mask(job, decoder.embedding),
-        head=_with_mask(job, whole.head),
-        final_norm=whole.final_norm and _with_mask(job, whole.final_norm),
-        boundary_bytes=decoder.boundary_bytes,
+        head=whole.shown.head,
+        final_norm=whole.shown.final_norm,
         stages=tuple(counted.stage(*parts) for parts in parts_of_stages(job)),
-        step_end_ms=alone_ms
-        + longest_end_ms(job, device, efficiency, counted.parameters_of_stages(), kinds),
         embedding_static=counted.embedding,
         head_static=counted.head,
         deallocate_pipeline_outputs=job.resolved.deallocate_pipeline_outputs,
@@ -167,6 +161,14 @@ def profile_job(
         graph_of_iteration=job.graphs.of_iteration,
         host_link=device.host.link,
         fingerprint=_fingerprint(job, device, efficiency),
+    ).each_record(functools.partial(_modelled, job))
+    kinds = tuple(with_inert_offload(kind, offload) for kind in with_inert(profile.kinds))
+    kinds, refused = _beside_graphs(job, kinds, clock, progress)
+    end_ms = longest_end_ms(job, device, efficiency, counted.parameters_of_stages(), kinds)
+    profile = replace(
+        profile,
+        kinds=kinds,
+        step_end_ms=alone_ms + end_ms,
         assumptions=(*assumed(job, device, efficiency), *refused),
     )
     profile = with_whole_layers(job, profile) if whole_layers else profile
@@ -176,23 +178,18 @@ def profile_job(
 
 
 def _refuse_together(job: Job, offload: Sequence[Sequence[str]]) -> None:
-    if job.max_tokens_per_microbatch and offload:
-        raise OptionError(f"{job.name}: records of offload hold for one length alone.")
-    if job.max_tokens_per_microbatch and job.graphs.implementation != "none":
-        raise OptionError(
-            f"{job.name}: CUDA graphs hold for the one length that they were captured with, and "
-            "max_tokens_per_microbatch says that lengths vary. Leave one of them out."
-        )
-    if offload and job.graphs.of_layers:
-        raise OptionError(
-            f"{job.name}: records of offload beside CUDA graphs of layers are not modelled. Leave "
-            "cuda_graph_impl out, or do not offload."
-        )
-    if offload and job.resolved.overlap_moe_expert_parallel_comm:
-        raise OptionError(
-            f"{job.name}: records of offload beside EP overlap are not modelled. Leave offload "
-            "or the overlap out."
-        )
+    graphs, overlap = job.graphs, job.resolved.overlap_moe_expert_parallel_comm
+    lengths = bool(job.max_tokens_per_microbatch)
+    for refused, first, second in (
+        (lengths and offload, "max_tokens_per_microbatch", "records of offload"),
+        (lengths and graphs.implementation != "none", "max_tokens_per_microbatch", "CUDA graphs"),
+        (offload and graphs.of_layers, "records of offload", "CUDA graphs of layers"),
+        (offload and overlap, "records of offload", "EP overlap"),
+    ):
+        if refused:
+            raise OptionError(
+                f"{job.name}: {first} beside {second} is not modelled. Leave one of them out."
+            )
 
 
 def _beside_graphs(
@@ -201,7 +198,8 @@ def _beside_graphs(
     """The kinds with what the job's CUDA graphs change, and what Megatron refuses beside them."""
     if job.graphs.implementation == "none":
         return kinds, ()
-    kinds, refused = without_refused(job, kinds)
+    asked, left_out = with_graph_fields(job, job.graphs.implementation)
+    kinds, refused = without_refused(asked, kinds, left_out)
     if not counts_graphs(job):
         return kinds, refused
     progress(f"{job.name}: layers as CUDA graphs")
@@ -219,7 +217,7 @@ def traffic(job: Job) -> Traffic:
         userbuffers=job.resolved.tp_comm_overlap,
         expert_alltoall=job.resolved.overlap_moe_expert_parallel_comm,
         spread=_spread(job.resolved) if job.dispatcher not in ("alltoall", "allgather") else None,
-        used=expert_rows.rows(job).used,
+        used=expert_rows.share_used(job),
     )
 
 
@@ -237,15 +235,12 @@ def replace_mtp(job: Job, depths: int) -> Job:
     return replace(job, config=config)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The results of one shard, in terms of the whole model."""
+class _Part(NamedTuple):
+    """What one shard shows."""
 
+    shown: Profile
     kinds: tuple[LayerKind, ...]
-    embedding: ChoiceRecord
-    head: ChoiceRecord
-    final_norm: ChoiceRecord | None
-    boundary_bytes: int
+    """Kinds of the whole model."""
     counted: Counted
     layer_facts: dict[str, Any]
 
@@ -253,7 +248,7 @@ class _Part:
 def _decoder_and_whole(
     job: Job, clock: Callable[[], Roofline], every: ChoicesOf, progress: Progress
 ) -> tuple[_Part, _Part]:
-    """The decoder's layers, and the model with MTP depths; one shard, or two where the depths are
+    """The decoder's layers, and the model with MTP depths: one shard, or two where the depths are
     on another stage. There they have a copy of the embedding's weights. On one stage both share it,
     and its gradient from the depths waits for that of the first layer."""
     if not (job.mtp_num_layers and job.size("pipeline") > 1):
@@ -282,17 +277,13 @@ def _part(
 ) -> _Part:
     progress(f"{job.name}: building one rank's layers on meta tensors")
     with shard(job, copies) as built:
-        measured, kept, kept_bytes, beside = _measured(job, built, clock, every, progress)
-        counted = Counted(job, built, clock.device, kept, kept_bytes)
-        of_one = counted.of_one_dispatcher
-        own = [counted_once(kind, of_one, beside) for kind in measured.kinds]
+        measured, kept, dispatchers = _measured(job, built, clock, every, progress)
+        counted = Counted(job, built, clock.device, kept, dispatchers.kept_bytes)
+        own = [dispatchers.counted_once(kind) for kind in measured.kinds]
         kinds = tuple(_kind(job, kind, built, counted) for kind in own)
-        boundary_bytes = measured.boundary_bytes
         config = model_facts.of_config(model_layers.unwrapped(built.model).config)
-    layer_facts = {name: config[name] for name in LAYER_FIELDS if name in config}
-    embedding, head = _sourced(measured.embedding), _sourced(measured.head)
-    norm = measured.final_norm and _sourced(measured.final_norm)
-    return _Part(kinds, embedding, head, norm, boundary_bytes, counted, layer_facts)
+    facts = {name: config[name] for name in LAYER_FIELDS if name in config}
+    return _Part(measured, kinds, counted, facts)
 
 
 def _alone_ms(job: Job, clock: Roofline, kinds: Sequence[LayerKind], progress: Progress) -> float:
@@ -303,8 +294,9 @@ def _alone_ms(job: Job, clock: Roofline, kinds: Sequence[LayerKind], progress: P
     apart = replace(traffic(job), expert_alltoall=False)
     clock = type(clock)(clock.device, clock.efficiency, apart)
     every = functools.partial(_set_of, ())
-    alone = _part(decoder, clock, _choices_of_kinds(decoder, every), every, progress).kinds
-    more_ms = {layer: ms - _none_ms(kinds)[layer] for layer, ms in _none_ms(alone).items()}
+    alone = _part(decoder, clock, _choices_of_kinds(decoder, every), every, progress)
+    beside_ms, alone_ms = _none_ms(kinds), _none_ms(alone.kinds)
+    more_ms = {layer: ms - beside_ms[layer] for layer, ms in alone_ms.items()}
     schedule = job.schedule()
     return max(
         schedule.warmup(stage)
@@ -355,14 +347,9 @@ def _modules(kind: LayerKind) -> set[str]:
 
 
 def _measured(
-    job: Job,
-    built: Shard,
-    clock: Roofline,
-    every: ChoicesOf,
-    progress: Progress,
-) -> tuple[Profile, list[torch.Tensor], int, KeptBeside]:
-    """The shard's records, tensors that stay between steps, and the bytes that MoE layers'
-    dispatchers keep: of all, and of each under each choice what nothing else keeps."""
+    job: Job, built: Shard, clock: Roofline, every: ChoicesOf, progress: Progress
+) -> tuple[Profile, list[torch.Tensor], Dispatchers]:
+    """The shard's records, tensors that stay between steps, and what its layers keep."""
     model = built.model
     step = JobStep(job)
     depth = len(built.kind_of)
@@ -377,7 +364,6 @@ def _measured(
         return step(None, model)[0].float().mean()
 
     whole = ModelShard([model], all_gather=alone, choices_of=every)
-    beside: KeptBeside = {}
     with (
         apply(nothing, model, groups=()) as applied,
         LiveBytes(static) as live,
@@ -385,23 +371,21 @@ def _measured(
         OffloadCounter([model], clock, whole.may_offload).watching() as offloaded,
     ):
         measurement = Measurement(whole, applied, clock, left=lambda: offloaded.found)
-        kept_bytes = sys.maxsize
+        dispatchers = Dispatchers(model, live)
         for number, _ in enumerate(measurement.policies()):
             progress(f"{job.name}: step {number + 1} on meta tensors")
             # One microbatch is in flight, as in a pipeline. So what a MoE layer's dispatcher keeps
             # until the next forward exists before the watched forward, not on top of it.
             earlier = forward()
             if not job.resolved.overlap_moe_expert_parallel_comm:
-                beside |= kept_beside(model, applied.policy.layers, live)
+                dispatchers.after_forward(applied.policy.layers)
             offloaded.begin()
             with clock, measurement.watch(live):
                 loss = forward()
                 loss.backward()
             offloaded.keep(applied.policy.layers)
             del earlier, loss
-            # By dispatchers: alike under every choice. After a step that offloads, Megatron's
-            # manager also has tensors of the forward that had no backward.
-            kept_bytes = min(kept_bytes, live.current_bytes)
+            dispatchers.after_step(applied.policy.layers)
         if unseen := measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
             raise ProfileError(
@@ -411,7 +395,7 @@ def _measured(
         profile = measurement.profile(
             Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
         )
-    return profile, [*kept, *step.static], kept_bytes, beside
+    return profile, [*kept, *step.static], dispatchers
 
 
 def own_embedding(job: Job, model: Any) -> list[torch.nn.Parameter]:
@@ -484,9 +468,9 @@ def longest_end_ms(
     found = []
     for count, (layers, _, _) in zip(parameters, parts_of_stages(job), strict=True):
         own = [record for index in layers if (record := records[index]) is not None]
+        forward_ms = sum(record.forward_ms for record in own)
         backward_ms = sum(record.backward_ms for record in own)
-        work = StageWork(count, backward_ms, sum(record.forward_ms for record in own))
-        found.append(step_end_ms(job, device, efficiency, work))
+        found.append(step_end_ms(job, device, efficiency, count, forward_ms, backward_ms))
     return max(found)
 
 
@@ -504,26 +488,21 @@ def _kind(job: Job, kind: LayerKind, built: Shard, counted: Counted) -> LayerKin
     return replace(
         kind,
         layers=tuple(sorted(layers)),
-        choices=tuple(_sourced(record) for record in kind.choices),
         imbalance=tuple(Imbalance(float(p), f) for p, f in job.moe_imbalance.items() if is_moe),
         static=counted.layer(min(layers)),
     )
 
 
-def _beside_mask(job: Job, kind: LayerKind) -> LayerKind:
-    return replace(kind, choices=tuple(_with_mask(job, record) for record in kind.choices))
-
-
-def _with_mask(job: Job, record: ChoiceRecord) -> ChoiceRecord:
-    """The record with the data loader's mask alive in its forward (`JobStep`)."""
-    more = record.forward_transient_bytes + job.attention_mask_bytes
-    return replace(record, forward_transient_bytes=more)
-
-
-def _sourced(record: ChoiceRecord) -> ChoiceRecord:
-    """The record marked as modelled, without spread and percentiles: routing is even."""
-    source = "bytes: meta step; times: roofline"
-    return replace(record, source=source, spread_ms=0.0, percentiles=())
+def _modelled(job: Job, record: ChoiceRecord) -> ChoiceRecord:
+    """The record marked as modelled, without spread and percentiles, because routing is even, and
+    with the data loader's mask alive in its forward (`JobStep`)."""
+    return replace(
+        record,
+        source="bytes: meta step; times: roofline",
+        spread_ms=0.0,
+        percentiles=(),
+        forward_transient_bytes=record.forward_transient_bytes + job.attention_mask_bytes,
+    )
 
 
 def parallelism(job: Job) -> Parallelism:
@@ -572,26 +551,6 @@ def _weight_gradients(job: Job) -> str:
     )
 
 
-def _assumed_of_graphs(job: Job) -> str:
-    if job.graphs.of_iteration:
-        return (
-            "CUDA graph of the iteration: forwards and backwards have a memory pool of their own, "
-            "so the optimizer step counts on top of every peak; the samples of all microbatches "
-            "stay. The host takes no time in it."
-        )
-    if counts_graphs(job):
-        depths = " (not of MTP depths)" * bool(job.mtp_num_layers)
-        return (
-            f"CUDA graphs of layers{depths} have a memory pool of their own, with what they save, "
-            "their inputs and outputs; peaks are the most in the pool and the most outside it. The "
-            "host starts each as one module."
-        )
-    return (
-        "CUDA graphs of layers beside EP overlap: what their pool takes besides is not counted, "
-        "and the host starts every kernel."
-    )
-
-
 def stated(imbalance: dict[str, float]) -> str:
     """What a job says of uneven routing, as the end of a sentence about its records."""
     if not imbalance:
@@ -625,15 +584,12 @@ def _assumed_of_times(job: Job, device: Device, efficiency: Efficiency) -> tuple
 
 
 def _assumed_of_dispatch(job: Job) -> str:
-    name = job.dispatcher
-    if name == "allgather":
+    if job.dispatcher == "allgather":
         return "tokens are gathered (allgather)"
-    if name != "hybridep":
+    if job.dispatcher != "hybridep":
         return "the dispatcher is alltoall without DeepEP's buffers"
-    of = expert_rows.rows(job)
-    room = "" if of.capacity is None else f", room for {of.capacity:g} times that"
-    pages = "" if of.stashed is None else f", kept in pages for {of.stashed / of.used:g} times that"
-    return f"the dispatcher is HybridEP{room}{pages}"
+    room = job.resolved.moe_expert_rank_capacity_factor
+    return "the dispatcher is HybridEP" + (f", room for {room:g} times that" if room else "")
 
 
 def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]:
@@ -664,7 +620,7 @@ def assumed(job: Job, device: Device, efficiency: Efficiency) -> tuple[str, ...]
             + f"; {_assumed_of_dispatch(job)}."
         )
     if job.graphs.implementation != "none":
-        sentences.append(_assumed_of_graphs(job))
+        sentences.append("CUDA graphs count as docs/estimate-model.md states.")
     if job.lora_rank:
         targets = ", ".join(job.lora_target_modules)
         sentences.append(f"LoRA of rank {job.lora_rank} on {targets}; everything else is frozen.")

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
@@ -145,23 +146,8 @@ class Traffic:
     """Share of experts' rows that tokens take: kernels skip room that is left over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Seconds of modelled work so far, of what runs side by side."""
-
-    kernels: float = 0.0
-    host: float = 0.0
-    alltoall: float = 0.0
-
-    def __add__(self, other: Reading) -> Reading:
-        return Reading(
-            self.kernels + other.kernels, self.host + other.host, self.alltoall + other.alltoall
-        )
-
-    def __sub__(self, other: Reading) -> Reading:
-        return Reading(
-            self.kernels - other.kernels, self.host - other.host, self.alltoall - other.alltoall
-        )
+Reading = NDArray[np.float64]
+"""Seconds of modelled work so far, of what runs side by side: kernels, the host, all-to-alls."""
 
 
 class Roofline(TorchDispatchMode):
@@ -184,7 +170,7 @@ class Roofline(TorchDispatchMode):
 
     def now(self) -> Reading:
         """A reading of the modelled clocks."""
-        return Reading(self.seconds, self.host_seconds, self.alltoall_seconds)
+        return np.array([self.seconds, self.host_seconds, self.alltoall_seconds])
 
     def settled(self) -> Reading:
         """The reading when all that was started has ended; nothing more will run beside it."""
@@ -194,8 +180,7 @@ class Roofline(TorchDispatchMode):
 
     def ms_between(self, begin: Reading, end: Reading) -> float:
         """Milliseconds of modelled work between two readings of `now`: of the slowest."""
-        between = end - begin
-        return 1e3 * max(between.kernels, between.host, between.alltoall)
+        return 1e3 * float(max(end - begin))
 
     def __torch_dispatch__(
         self,
@@ -317,11 +302,7 @@ class Communication(Roofline):
 
     def now(self) -> Reading:
         """A reading of the modelled clocks."""
-        return Reading(self.exposed_seconds, 0.0, 0.0)
-
-    def ms_between(self, begin: Reading, end: Reading) -> float:
-        """Milliseconds between two readings, without the host's."""
-        return 1e3 * (end.kernels - begin.kernels)
+        return np.array([self.exposed_seconds, 0.0, 0.0])
 
 
 _PICKED = ("index", "index_select", "gather", "embedding")

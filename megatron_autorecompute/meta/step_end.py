@@ -13,12 +13,15 @@ Muon: Newton-Schulz iterations over every matrix it trains. NVIDIA-NeMo/Emerging
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.roofline import Links
-from megatron_autorecompute.meta.static_bytes import Parameters, Trained, expert_data_parallel
+from megatron_autorecompute.meta.static_bytes import (
+    Parameters,
+    Trained,
+    expert_data_parallel,
+    gradient_bytes,
+)
 
 ADAM_BYTES = 42
 """Moved for each parameter of the shard: gradient, master weight and moments read, three of them
@@ -42,31 +45,40 @@ MUON_BYTES = 90
 Megatron the gradient's norm and its clipping (12), the weight written (6)."""
 
 
-@dataclass(frozen=True, slots=True)
-class StageWork:
-    """What the end of a step does on one pipeline stage."""
+def step_end_ms(
+    job: Job,
+    device: Device,
+    efficiency: Efficiency,
+    parameters: Parameters,
+    forward_ms: float,
+    backward_ms: float,
+) -> float:
+    """Milliseconds of a step on a stage that no microbatch takes.
 
-    parameters: Parameters
-    """The parameters of one rank."""
-    backward_ms: float
-    """The backward of one microbatch, behind which gradients can be reduced."""
-    forward_ms: float
-    """The forward of one microbatch, behind which weights can be gathered."""
-
-
-def step_end_ms(job: Job, device: Device, efficiency: Efficiency, stage: StageWork) -> float:
-    """Milliseconds of a step on a stage that no microbatch takes."""
+    parameters: of one rank; forward_ms, backward_ms: of one microbatch, behind which weights can be
+    gathered and gradients reduced.
+    """
+    links = Links(device, efficiency)
     moved_bytes = 0
-    exposed_ms = 0.0
-    matrices_ms = 0.0
-    for trained, ranks in _shared(job, stage.parameters):
+    exposed_ms = matrices_ms = 0.0
+    sends: list[tuple[str, int, float]] = [
+        ("_reduce_scatter_base_", gradient_bytes(job), backward_ms * job.overlap_grad_reduce),
+        ("_allgather_base_", 2, forward_ms * job.overlap_param_gather),
+    ]
+    if not job.use_distributed_optimizer:
+        sends = [("allreduce_", *sends[0][1:])]
+    for trained, ranks in _shared(job, parameters):
         sharers = len(ranks) if job.use_distributed_optimizer else 1
         by_adam = trained.count
         if job.optimizer == "muon":
             by_adam -= trained.in_matrices
             matrices_ms += muon_ms(device, efficiency, trained, sharers)
         moved_bytes += ADAM_BYTES * (by_adam // sharers) + BUFFER_BYTES * trained.count
-        exposed_ms += _collectives_ms(job, Links(device, efficiency), trained.count, ranks, stage)
+        if len(ranks) > 1 and trained.count:
+            for name, element_bytes, beside_ms in sends:
+                exposed_ms += _exposed_ms(
+                    links, name, element_bytes, trained.count, ranks, beside_ms
+                )
     moving_ms = moved_bytes / (device.bandwidth_bytes * efficiency.bandwidth) * 1e3
     return exposed_ms + moving_ms + matrices_ms + efficiency.step_ms
 
@@ -102,25 +114,13 @@ def muon_ms(device: Device, efficiency: Efficiency, trained: Trained, ranks: int
     return max(1e3 * seconds, 1e-3 * matrices * host_us)
 
 
-def _collectives_ms(job: Job, links: Links, count: int, ranks: range, stage: StageWork) -> float:
-    """The collectives of one kind of parameters that no microbatch hides."""
-    if len(ranks) < 2 or not count:
-        return 0.0
-    gradient_bytes = 4 if job.accumulate_allreduce_grads_in_fp32 else 2
+def _exposed_ms(
+    links: Links, name: str, element_bytes: int, count: int, ranks: range, beside_ms: float
+) -> float:
+    """A collective of so many parameters beside a microbatch: at least its last bucket remains."""
+    whole_ms = 1e3 * links.seconds(name, element_bytes * count, ranks)
+    if not beside_ms:
+        return whole_ms
     bucket = min(count, max(40_000_000, 1_000_000 * len(ranks)))  # Megatron's default
-
-    def exposed_ms(name: str, element_bytes: int, overlaps: bool, beside_ms: float) -> float:
-        whole_ms = 1e3 * links.seconds(name, element_bytes * count, ranks)
-        if not overlaps:
-            return whole_ms
-        last_ms = 1e3 * links.seconds(name, element_bytes * bucket, ranks)
-        return max(last_ms, whole_ms - beside_ms)
-
-    if not job.use_distributed_optimizer:
-        return exposed_ms("allreduce_", gradient_bytes, job.overlap_grad_reduce, stage.backward_ms)
-    reduced_ms = exposed_ms(
-        "_reduce_scatter_base_", gradient_bytes, job.overlap_grad_reduce, stage.backward_ms
-    )
-    return reduced_ms + exposed_ms(
-        "_allgather_base_", 2, job.overlap_param_gather, stage.forward_ms
-    )
+    last_ms = 1e3 * links.seconds(name, element_bytes * bucket, ranks)
+    return max(last_ms, whole_ms - beside_ms)

@@ -34,7 +34,7 @@ import types
 import typing
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -79,11 +79,12 @@ def activate(*, meta: bool = False, training: bool = False) -> contextlib.ExitSt
         )
     device = torch.device("meta" if meta else "cpu")
     with contextlib.ExitStack() as undo:
-        undo.enter_context(_eager_only())
+        # Megatron compiles what `jit_fuser` marks, for seconds each, with g++. The stance works at
+        # call time, so unlike TORCHDYNAMO_DISABLE it covers functions decorated before.
+        undo.enter_context(cast(Any, torch.compiler.set_stance("force_eager")))
         for patches in _PATCHES + (_TRAINING if training else ()):
             for patch in patches(device):
                 undo.enter_context(patched(*patch))
-        undo.enter_context(_quiet_rng_warning())
         undo.callback(_active.clear)
         _active[holder] = undo.pop_all()
     return _active[holder]
@@ -101,40 +102,6 @@ def on_the_device() -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------- two context managers
-
-
-def _eager_only() -> contextlib.AbstractContextManager[object]:
-    """Symptom: the first call of every `jit_fuser` function compiles for seconds and needs g++.
-
-    Upstream: megatron/core/jit.py sets `jit_fuser = torch.compile`.
-    Remove when: never; compilation is useless here. The stance works at call time, so unlike
-    TORCHDYNAMO_DISABLE it also covers functions decorated before activation.
-    """
-    return typing.cast(
-        contextlib.AbstractContextManager[object], torch.compiler.set_stance("force_eager")
-    )
-
-
-@contextlib.contextmanager
-def _quiet_rng_warning() -> Iterator[None]:
-    """Symptom: "CPU RNG state changed within GPU RNG context" once per dropout.
-
-    Upstream: CudaRNGStatesTracker.fork. True here by design: one generator plays both parts.
-    Remove when: fork() compares only on CUDA.
-    """
-    logger = logging.getLogger("megatron.core.tensor_parallel.random")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "CPU RNG state changed" not in record.getMessage()
-
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
-
-
 # ------------------------------------------------------------------------------------ torch itself
 
 
@@ -150,17 +117,79 @@ def _typing_override(device: torch.device) -> Iterator[Patch]:
         yield typing, "override", typing_extensions.override
 
 
-def _device_and_rng(device: torch.device) -> Iterator[Patch]:
-    """Symptom: "Found no NVIDIA driver" from current_device, RNG state and seeding.
+def _of_cuda(device: torch.device) -> Iterator[Patch]:
+    """Symptom: "Found no NVIDIA driver" and "Torch not compiled with CUDA enabled" from torch.cuda.
 
-    Upstream: model_parallel_cuda_manual_seed, CudaRNGStatesTracker, every parallel layer.
+    Upstream: parallel layers, CudaRNGStatesTracker, MoE dispatchers, DistributedDataParallel,
+    timers, training_log, report_memory. Figures of memory are 0, see the module's docstring.
     Remove when: Megatron asks torch.accelerator.
     """
-    yield torch.cuda, "current_device", lambda: device
     yield torch.cuda, "manual_seed", torch.manual_seed
     for module in (torch.cuda, torch.cuda.random):
         yield module, "get_rng_state", lambda device="cuda": torch.get_rng_state()
         yield module, "set_rng_state", lambda state, device="cuda": torch.set_rng_state(state)
+    yield torch.cuda, "Stream", _Stream
+    yield torch.cuda, "Event", _Event
+    answers = {
+        "current_device": device,
+        **dict.fromkeys(("current_stream", "default_stream"), _Stream()),
+        "stream": contextlib.nullcontext(),
+        "is_current_stream_capturing": False,
+        "memory_stats": defaultdict(int),
+        **dict.fromkeys(_FIGURES, 0),
+        **dict.fromkeys(_DOING_NOTHING),
+    }
+    for name, answer in answers.items():
+        yield torch.cuda, name, _answers(answer)
+    yield torch.Tensor, "record_stream", _answers(None)
+    yield torch.cuda.nvtx, "range_push", _answers(0)
+    yield torch.cuda.nvtx, "range_pop", _answers(0)
+
+
+_FIGURES = (
+    *("memory_allocated", "max_memory_allocated"),
+    *("memory_reserved", "max_memory_reserved"),
+)
+_DOING_NOTHING = (
+    *("set_stream", "synchronize"),
+    *("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated"),
+)
+
+
+def _answers(answer: Any) -> Callable[..., Any]:
+    return lambda *_, **__: answer
+
+
+class _Event:
+    """torch.cuda.Event on the host's clock: earlier work is already done when it is recorded."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._time_s = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._time_s = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end._time_s - self._time_s) * 1e3
+
+    query = wait = synchronize = _answers(True)
+
+
+class _Stream:
+    """torch.cuda.Stream on a machine where everything runs in program order."""
+
+    cuda_stream = 0
+    priority_range = _answers((0, -1))
+    __init__ = wait_stream = wait_event = synchronize = __exit__ = _answers(None)
+    query = _answers(True)
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event()
+        event.record()
+        return event
+
+    def __enter__(self) -> _Stream:
+        return self
 
 
 def _device_literals(device: torch.device) -> Iterator[Patch]:
@@ -172,9 +201,8 @@ def _device_literals(device: torch.device) -> Iterator[Patch]:
     # On first use torch caches, by identity, the factories that obey `with torch.device(...)`: fill
     # this cache with the originals, which the replacements call.
     torch.utils._device._device_constructors()
-    for name in _FACTORIES:
-        yield torch, name, _without_cuda_device(getattr(torch, name), device)
-    yield torch.Tensor, "to", _tensor_to(torch.Tensor.to, device)
+    for owner, name in (*((torch, name) for name in _FACTORIES), (torch.Tensor, "to")):
+        yield owner, name, _without_cuda_device(getattr(owner, name), device)
     yield torch.Tensor, "cuda", lambda self, *args, **kwargs: self
     yield torch.nn.Module, "cuda", lambda self, device=None: self
 
@@ -186,36 +214,20 @@ _FACTORIES = (
 )
 
 
-def _is_cuda(device: Any) -> bool:
-    """Whether a `device` argument names a CUDA device: "cuda:1", torch.device("cuda"), or 1."""
-    if isinstance(device, (str, torch.device)):
-        return str(device).startswith("cuda")
-    return isinstance(device, int) and not isinstance(device, bool)
+def _without_cuda_device(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The function on another device where it is given "cuda:1", torch.device("cuda") and the
+    like; and without pinned memory, which needs a CUDA context."""
 
+    def given(value: Any) -> Any:
+        named = isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+        return device if named else value
 
-def _without_cuda_device(factory: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    @functools.wraps(factory)
+    @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = device
-        if kwargs.get("pin_memory"):  # pinning needs a CUDA context
-            kwargs["pin_memory"] = False
-        return factory(*args, **kwargs)
+        kwargs = {name: given(value) for name, value in kwargs.items() if name != "pin_memory"}
+        return function(*map(given, args), **kwargs)
 
     return wrapper
-
-
-def _tensor_to(original: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args and _is_cuda(args[0]):
-            args = (device, *args[1:])
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = device
-        result: torch.Tensor = original(self, *args, **kwargs)
-        return result
-
-    return to
 
 
 def _tensor_type(device: torch.device) -> Iterator[Patch]:
@@ -235,91 +247,6 @@ def _tensor_type(device: torch.device) -> Iterator[Patch]:
         return result
 
     yield torch.Tensor, "type", type_
-
-
-class _Event:
-    """torch.cuda.Event on the host's clock: earlier work is already done when it is recorded."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._time_s = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self._time_s = time.perf_counter()
-
-    def elapsed_time(self, end: _Event) -> float:
-        return (end._time_s - self._time_s) * 1e3
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class _Stream:
-    """torch.cuda.Stream on a machine where everything runs in program order."""
-
-    cuda_stream = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self, event: _Event | None = None) -> _Event:
-        event = event or _Event()
-        event.record(self)
-        return event
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return 0, -1
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None: ...
-
-
-def _streams(device: torch.device) -> Iterator[Patch]:
-    """Symptom: "Torch not compiled with CUDA enabled" from streams, events and synchronize.
-
-    Upstream: MoEAlltoAllTokenDispatcher, SharedExpertMLP, DistributedDataParallel, timers.
-    Remove when: Megatron uses torch.Stream and torch.Event of the current accelerator.
-    """
-    only = _Stream()
-    yield torch.cuda, "Stream", _Stream
-    yield torch.cuda, "Event", _Event
-    yield torch.cuda, "current_stream", lambda device=None: only
-    yield torch.cuda, "default_stream", lambda device=None: only
-    yield torch.cuda, "set_stream", lambda stream: None
-    yield torch.cuda, "stream", lambda stream: contextlib.nullcontext()
-    yield torch.cuda, "synchronize", lambda device=None: None
-    yield torch.cuda, "is_current_stream_capturing", lambda: False
-    yield torch.Tensor, "record_stream", lambda self, stream: None
-    yield torch.cuda.nvtx, "range_push", lambda message: 0
-    yield torch.cuda.nvtx, "range_pop", lambda: 0
-
-
-def _memory(device: torch.device) -> Iterator[Patch]:
-    """Symptom: CUDA initialisation errors from memory figures and cache control.
-
-    Upstream: training_log, report_memory, MoE and optimizer code that calls empty_cache.
-    Remove when: never; answers are 0, see the module's docstring.
-    """
-    for name in ("memory_allocated", "memory_reserved"):
-        yield torch.cuda, name, lambda device=None: 0
-        yield torch.cuda, "max_" + name, lambda device=None: 0
-    yield torch.cuda, "memory_stats", lambda device=None: defaultdict(int)
-    for name in ("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated"):
-        yield torch.cuda, name, lambda device=None: None
 
 
 def _dropout(device: torch.device) -> Iterator[Patch]:
@@ -358,6 +285,8 @@ def _tracker(device: torch.device) -> Iterator[Patch]:
     Remove when: Megatron asks torch.accelerator.
     """
     random = _module("megatron.core.tensor_parallel.random")
+    # It warns once per dropout that the CPU's state changed: one generator plays both parts here.
+    yield logging.getLogger(random.__name__), "disabled", True
     if device.type == "cpu":
         yield random, "_set_cuda_rng_state", lambda state, *a, **k: torch.set_rng_state(state)
         return
@@ -617,10 +546,10 @@ def _machine(device: torch.device) -> Iterator[Patch]:
     properties = types.SimpleNamespace(
         major=9, minor=0, name="cpu", total_memory=0, multi_processor_count=1
     )
-    yield torch.cuda, "device_count", lambda: 1
-    yield torch.cuda, "set_device", lambda device: None
-    yield torch.cuda, "get_device_properties", lambda device=None: properties
-    yield torch.cuda, "get_device_capability", lambda device=None: (9, 0)
+    yield torch.cuda, "device_count", _answers(1)
+    yield torch.cuda, "set_device", _answers(None)
+    yield torch.cuda, "get_device_properties", _answers(properties)
+    yield torch.cuda, "get_device_capability", _answers((9, 0))
 
 
 def _training_start(device: torch.device) -> Iterator[Patch]:
@@ -649,11 +578,9 @@ def _training_start(device: torch.device) -> Iterator[Patch]:
 # In this order: torch first, because importing megatron already needs some of it.
 _PATCHES: tuple[Callable[[torch.device], Iterator[Patch]], ...] = (
     _typing_override,
-    _device_and_rng,
+    _of_cuda,
     _device_literals,
     _tensor_type,
-    _streams,
-    _memory,
     _dropout,
     _tracker,
     _te_names,

@@ -23,7 +23,7 @@ from megatron_autorecompute.meta.roofline import (
     share_with_copies,
 )
 from megatron_autorecompute.meta.static_bytes import Parameters, Trained
-from megatron_autorecompute.meta.step_end import StageWork, iteration_flops, step_end_ms
+from megatron_autorecompute.meta.step_end import iteration_flops, step_end_ms
 
 pytestmark = pytest.mark.any_version
 
@@ -320,8 +320,8 @@ def job(**fields):
 def test_the_end_of_a_step_is_collectives_that_nothing_hides_and_adams_bytes(overlaps):
     asked = job(overlap_grad_reduce=overlaps, overlap_param_gather=overlaps)
     count = 10**9
-    stage = StageWork(Parameters(dense=Trained(count)), backward_ms=1e3, forward_ms=1e3)
-    found = step_end_ms(asked, H100, replace(PEAKS, step_ms=7), stage)
+    parameters = Parameters(dense=Trained(count))
+    found = step_end_ms(asked, H100, replace(PEAKS, step_ms=7), parameters, 1e3, 1e3)
     # Gradients in fp32 are reduced, bf16 weights gathered: all of them, or one bucket of 4e7.
     sent = 4e7 if overlaps else count
     collectives_ms = (4 + 2) * sent * 7 / 8 / 450e9 * 1e3
@@ -333,7 +333,7 @@ def test_a_short_backward_hides_only_its_own_time_of_the_reduction():
     asked = job()
     count = 10**9
     long, short = (
-        step_end_ms(asked, H100, PEAKS, StageWork(Parameters(dense=Trained(count)), ms, 1e3))
+        step_end_ms(asked, H100, PEAKS, Parameters(dense=Trained(count)), 1e3, ms)
         for ms in (1e3, 1.0)
     )
     reduction_ms = 4 * count * 7 / 8 / 450e9 * 1e3
@@ -373,7 +373,9 @@ def test_muon_iterates_over_every_matrix_that_it_trains():
             job(optimizer=optimizer, use_distributed_optimizer=shared),
             H100,
             slow,
-            StageWork(count, 1e3, 1e3),
+            count,
+            1e3,
+            1e3,
         )
         for ranks, optimizer, shared in ((0, "adam", True), (1, "muon", False), (8, "muon", True))
     }
