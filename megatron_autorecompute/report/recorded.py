@@ -3,8 +3,7 @@
 A history can have any number of steps. The stacks of its allocations show which part is a step, and
 which forward or backward each piece of it is: Megatron's `forward_step` and `backward_step`, and
 the optimizer's files. torch runs most of a backward in a thread of its own that has no Python
-stack, so allocations without a stack belong to a backward. Without such stacks only the curve is
-shown.
+stack, so allocations without a stack belong to a backward.
 """
 
 from __future__ import annotations
@@ -19,16 +18,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.unit_costs import CostTable, Unit
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.snapshot import Frames, History, read_history
-from megatron_autorecompute.report.timeline import (
-    StageTimeline,
-    Timeline,
-    timeline,
-)
+from megatron_autorecompute.report.snapshot import RECORD, Frames, History, read_history
+from megatron_autorecompute.report.timeline import StageTimeline, timeline
 
 MOST_POINTS = 4000
 """The most points of the curve. Of more, the highest in each of so many equal times is kept."""
@@ -38,7 +33,6 @@ BACKWARD_CALLS = {"backward", "backward_step", "_engine_run_backward"}
 LAYER_FILE = "transformer_layer.py"
 OPTIMIZERS = {"optim", "optimizer", "optimizers"}
 """Folders of torch's, Megatron's, Apex's and Transformer Engine's optimizers."""
-NO_STACKS = "no allocation has a stack with Megatron's forward_step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +83,31 @@ def recorded_step(plan: Plan, path: str | Path, stage: int | None = None) -> Rec
         stage: the stage of the process that wrote it; None: by the rank in the file's name.
 
     Raises:
-        ProfileError: the file is no snapshot with a history, or is damaged.
+        ProfileError: the file is no snapshot with a history, is damaged, or its stacks do not show
+            the stage's forwards and backwards as planned.
         OptionError: there is no such stage, or the file's name does not tell which one it is.
     """
     number = _stage(plan, Path(path).name, stage)
-    history = read_history(path)
-    step = timeline(plan)
-    return _by_stacks(plan, step, history, number) or _by_shape(step, history, number)
+    history, step = read_history(path), timeline(plan)
+    own, stacks = step.stages[number], _Stacks(history)
+    pieces, optimizer = _pieces(_runs(history, stacks), own, history.source)
+    marks = _marks(history, own, pieces)
+    end = pieces[-1].end
+    if optimizer is not None:
+        end = optimizer.end
+        times = history.time_us[[optimizer.begin, end - 1]]
+        marks += zip(times, (step.step_ms, step.step_ms * (1 + OPTIMIZER_SHARE)), strict=True)
+    layers, why = _layers(plan, history, stacks, own, pieces)
+    return RecordedStep(
+        number,
+        history.source,
+        "The last whole step of the history, found by Megatron's calls in the stacks of "
+        "allocations; each forward and backward is drawn where the plan has it.",
+        *_curve(history, pieces[0].begin, end, marks),
+        tuple(_moments(history, own, pieces, optimizer)),
+        layers,
+        why,
+    )
 
 
 # --- which stage ----------------------------------------------------------------------------------
@@ -108,24 +120,14 @@ def _stage(plan: Plan, name: str, asked: int | None) -> int:
             raise OptionError(f"--stage {asked}: the plan has stages 0 to {stages - 1}.")
         return asked
     rank = re.search(r"rank[-_]?(\d+)", name)
-    found = 0 if stages == 1 else _stage_of_rank(plan, int(rank[1])) if rank else None
-    if found is None:
-        said = f"rank {rank[1]}" if rank else "no rank"
-        raise OptionError(
-            f"{name} names {said}, which does not tell the pipeline stage: give --stage 0 to "
-            f"{stages - 1}."
-        )
-    return found
-
-
-def _stage_of_rank(plan: Plan, rank: int) -> int | None:
-    """The stage of a rank of the job that was measured; without one, of the first ranks only: the
-    ranks of one tensor-parallel group always follow each other."""
-    measured = plan.profile.measured_step
-    ranks = {one.rank: one.stage for one in measured.ranks} if measured else {}
-    if rank in ranks and max(ranks.values()) == plan.layout.num_stages - 1:
-        return ranks[rank]
-    return 0 if rank < plan.profile.parallelism.tensor_parallel else None
+    # Ranks of one tensor-parallel group follow each other: the first are of the first stage.
+    if stages == 1 or (rank and int(rank[1]) < plan.profile.parallelism.tensor_parallel):
+        return 0
+    said = f"rank {rank[1]}" if rank else "no rank"
+    raise OptionError(
+        f"{name} names {said}, which does not tell the pipeline stage: give --stage 0 to "
+        f"{stages - 1}."
+    )
 
 
 # --- the step in the history ----------------------------------------------------------------------
@@ -197,7 +199,9 @@ def _planned_runs(stage: StageTimeline) -> list[tuple[str, int, int]]:
     return found
 
 
-def _pieces(runs: Sequence[_Run], stage: StageTimeline) -> tuple[list[_Run], _Run | None] | None:
+def _pieces(
+    runs: Sequence[_Run], stage: StageTimeline, source: str
+) -> tuple[list[_Run], _Run | None]:
     """The last whole step: its forwards and backwards as planned, and its optimizer if recorded."""
     planned = _planned_runs(stage)
     found = []
@@ -212,37 +216,15 @@ def _pieces(runs: Sequence[_Run], stage: StageTimeline) -> tuple[list[_Run], _Ru
             pieces = [replace(run, first=first, last=last) for run, (_, first, last) in pairs]
             found.append((pieces, after))
     whole = [step for step in found if step[1] is not None] or found
-    return whole[-1] if whole else None
+    if not whole:
+        raise ProfileError(
+            f"{source}: the stacks of allocations show no whole step as stage {stage.stage} has it "
+            f"in the plan. Call {RECORD}, with its default stacks, and give the stage's snapshot."
+        )
+    return whole[-1]
 
 
-# --- with stacks ----------------------------------------------------------------------------------
-
-
-def _by_stacks(plan: Plan, step: Timeline, history: History, number: int) -> RecordedStep | None:
-    """The step by its stacks; None if they do not show the plan's forwards and backwards."""
-    stage = step.stages[number]
-    stacks = _Stacks(history)
-    found = _pieces(_runs(history, stacks), stage)
-    if found is None:
-        return None
-    pieces, optimizer = found
-    marks = _marks(history, stage, pieces)
-    end = pieces[-1].end
-    if optimizer is not None:
-        end = optimizer.end
-        times = history.time_us[[optimizer.begin, end - 1]]
-        marks += zip(times, (step.step_ms, step.step_ms * (1 + OPTIMIZER_SHARE)), strict=True)
-    layers, why = _layers(plan, history, stacks, stage, pieces)
-    return RecordedStep(
-        number,
-        history.source,
-        "The last whole step of the history, found by Megatron's calls in the stacks of "
-        "allocations; each forward and backward is drawn where the plan has it.",
-        *_curve(history, pieces[0].begin, end, marks),
-        tuple(_moments(history, stage, pieces, optimizer)),
-        layers,
-        why,
-    )
+# --- beside the plan ------------------------------------------------------------------------------
 
 
 def _marks(
@@ -386,68 +368,3 @@ def _made_and_kept(plan: Plan, chunk: Chunk, units: Sequence[Unit]) -> list[int]
         unit.held_bytes + plan.profile.boundary_bytes * (behind - own)
         for unit, own, behind in zip(units, keeps, after, strict=True)
     ]
-
-
-# --- without stacks -------------------------------------------------------------------------------
-
-
-def _by_shape(step: Timeline, history: History, number: int) -> RecordedStep:
-    """The last events that repeat those before them; if none do, the whole history."""
-    count = len(history.time_us)
-    length = _period(history.change_bytes)
-    length *= _reaches_the_top(history, length)
-    shown = length or count
-    has_stacks = "forward" in _Stacks(history).kinds
-    why = f"the stacks show no whole step as stage {number} has it in the plan"
-    found = (
-        f"Only the curve is shown: {why if has_stacks else NO_STACKS}. "
-        + (
-            f"The step is the last {length:,} events, which repeat those before them, "
-            if length
-            else "No part of the history repeats, so all of it is taken for one step, "
-        )
-        + "drawn evenly over the planned step."
-    )
-    begin = count - shown
-    marks = list(zip(history.time_us[[begin, -1]], (0.0, step.step_ms), strict=True))
-    at_ms, level = _curve(history, begin, count, marks)
-    stage = step.stages[number]
-    optimizer_bytes = stage.static_bytes + stage.optimizer_step_peak_bytes
-    predicted = max(int(stage.peak_bytes.max()), optimizer_bytes)
-    whole = Difference("the whole step", predicted, int(level.max()))
-    return RecordedStep(number, history.source, found, at_ms, level, (whole,), (), "")
-
-
-def _period(changes: NDArray[np.int64]) -> int:
-    """Events of a step: the longest stretch at the end that repeats the same stretch before it.
-
-    Steps of equal shapes allocate and free the same bytes in the same order. Of all lengths whose
-    last stretch repeats the one before, the one that repeats furthest back is taken. 0: none.
-    """
-    backwards = changes[::-1].tolist()
-    repeats = _repeats(backwards)
-    lengths = (p for p in range(1, len(backwards) // 2 + 1) if repeats[p] >= p)
-    return max(lengths, key=lambda p: (repeats[p], -p), default=0)
-
-
-def _reaches_the_top(history: History, length: int) -> bool:
-    """Whether the last events hold more than half of what comes and goes in the whole history; a
-    loop after the step, over parameters, repeats too."""
-    level = history.level_bytes
-    least = min(int(level.min()), history.start_bytes)
-    return bool(level[len(level) - length :].max(initial=least) - least > (level.max() - least) / 2)
-
-
-def _repeats(values: Sequence[int]) -> list[int]:
-    """How many values from each place on equal the first ones (the Z function)."""
-    count = len(values)
-    found = [0] * count
-    left = right = 0
-    for place in range(1, count):
-        length = min(right - place, found[place - left]) if place < right else 0
-        while place + length < count and values[length] == values[place + length]:
-            length += 1
-        found[place] = length
-        if place + length > right:
-            left, right = place, place + length
-    return found

@@ -138,7 +138,7 @@ def test_report_draws_a_snapshot_beside_the_prediction_of_its_stage(planned, tmp
     ("name", "flags", "code", "message"),
     [
         ("absent_rank0.pickle", [], 4, "absent_rank0.pickle cannot be read: No such file"),
-        ("plan.json", ["--stage", "1"], 4, "plan.json is no whole pickle"),
+        ("plan.json", ["--stage", "1"], 4, "plan.json is no whole snapshot"),
         ("plan.json", [], 9, "plan.json names no rank, which does not tell the pipeline stage"),
         ("plan.json", ["--stage", "9"], 9, "--stage 9: the plan has stages 0 to 3."),
     ],
