@@ -15,8 +15,9 @@ from megatron_autorecompute.planner.cost.copies import StageCopies
 from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.cost.unit_costs import OUTSIDE, PS_PER_MS, Unit
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.chart import curve_svg
+from megatron_autorecompute.report.chart import curve_chart
 from megatron_autorecompute.report.data import ReportData
+from megatron_autorecompute.report.figures import svg
 from megatron_autorecompute.report.recorded import Difference, RecordedStep
 from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
@@ -59,7 +60,7 @@ def html(data: ReportData) -> str:
         share=lambda part, whole: f"{100 * part / whole:.2f}%",
         largest=_largest,
         strip=strip_svg(plan),
-        curve=curve_svg(data.curve),
+        curve=svg(curve_chart(data.curve), "curve", "Step time against memory"),
         proof=proof(plan),
         corrected=any(
             stage.residual_bytes or stage.residual_ms or stage.uncertainty_bytes

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import ChoiceRecord
-from megatron_autorecompute.report.drawn import DPI, Image, drawn, pixels
-from megatron_autorecompute.report.strip import strip_svg
+from megatron_autorecompute.report.figures import DPI, Image, pixels
+from megatron_autorecompute.report.strip import strip
 from megatron_autorecompute.report.timeline import StageTimeline, timeline
 from megatron_autorecompute.report.words import duration, size
 from megatron_autorecompute.units import GIB, MIB
@@ -26,7 +26,7 @@ MOST_LANES = 8
 
 def policy_image(plan: Plan) -> Image:
     """What every layer recomputes: a row per stage, a cell per layer, darker where it is more."""
-    return pixels(drawn(strip_svg(plan)))
+    return pixels(strip(plan))
 
 
 def memory_image(plan: Plan, measured_bytes: Sequence[int] | None) -> Image:

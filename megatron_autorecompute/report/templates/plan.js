@@ -796,10 +796,15 @@ function vertical(cells, i, key) {
 }
 
 function listenTips() {
-  for (const element of document.querySelectorAll("[data-tip]")) {
+  for (const title of document.querySelectorAll(".curve title")) {
+    const element = title.parentElement, words = title.textContent;
+    title.remove();
+    element.setAttribute("aria-label", words);
+    element.setAttribute("role", "img");
+    element.setAttribute("tabindex", 0);
     const tell = () => {
       const box = element.getBoundingClientRect();
-      show(escaped(element.dataset.tip).replaceAll("\n", "<br>"), box.right, box.top);
+      show(escaped(words).replaceAll("\n", "<br>"), box.right, box.top);
     };
     element.addEventListener("mouseenter", tell);
     element.addEventListener("focus", tell);
