@@ -292,17 +292,6 @@ def test_no_table_is_cut_off(planned, width, capsys, monkeypatch):
         assert widest(out) <= width
 
 
-def test_on_40_columns_every_figure_of_a_stage_is_beside_its_name(planned, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    shown = printed(["show", str(planned[1])], capsys)
-    plan = Plan.load(planned[1])
-    for stage, chunks in enumerate(plan.layout.stages):
-        peak = plan.cost.stages[stage].peak_high_bytes / 2**30
-        assert (
-            f"stage {stage} {strip(plan.policy, chunks)} peak GiB {peak:.2f}, budget 28.00" in shown
-        )
-
-
 def test_pareto_shows_how_far_it_is_on_a_terminal_only():
     few = ["--pp", "2", "--num-microbatches", "4", "--points", "3"]
     words = ["pareto", "--profile", str(PROFILES / "moe-16b.json"), *few, "--json"]
