@@ -22,7 +22,6 @@ from megatron_autorecompute.cli.output import (
     output_file,
     print_plan,
     print_result,
-    refuse_ignored,
     shown_progress,
     without_effect,
 )
@@ -43,7 +42,7 @@ from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.recorded import recorded_step
-from megatron_autorecompute.report.trace import measured_note, trace_json
+from megatron_autorecompute.report.trace import trace_json
 
 
 class ShowCommand(Command):
@@ -75,7 +74,6 @@ class ShowCommand(Command):
         written, OptionError for a picture that would replace it, and for a picture or a translation
         of a profile.
         """
-        refuse_ignored(args)
         if args.svg and not streams.is_standard_output(args.svg):
             check_output(args, args.svg)
         text = json_records.read(args.plan, Plan.__name__)
@@ -295,4 +293,3 @@ class TraceCommand(Command):
         write_atomically(gzip.compress(text.encode(), mtime=0) if compressed else text, output)
         said = f"Written: {output}. Open it in https://ui.perfetto.dev or chrome://tracing."
         print(streams.printable(said))
-        print(measured_note(plan))

@@ -203,8 +203,6 @@ def run(settings: Settings, console: Console) -> Comparison:
         AutorecomputeError: a rank raised it; finished results are in the output folder.
     """
     check_length(read_text(Path(settings.text or __file__)), settings.shape)
-    whole = Path(settings.output)
-    new = [path for path in (whole, *whole.parents) if not path.exists()]
     folder = _folder(settings)
     _check_memory(settings.shape.pipeline_stages)
     comparison = Comparison(budget_bytes=None)
@@ -238,9 +236,6 @@ def run(settings: Settings, console: Console) -> Comparison:
         with suppress(AutorecomputeError):  # the first error is the one to tell
             write_report(comparison, folder)
         if isinstance(error, KeyboardInterrupt):
-            for path in new:
-                with suppress(OSError):  # it has what was finished
-                    path.rmdir()
             done = "what was finished is in the output folder"
             nothing = f"nothing was finished; {folder} is as it was"
             raise KeyboardInterrupt(f"{done if comparison.rows() else nothing}.") from None

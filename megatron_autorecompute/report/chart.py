@@ -159,19 +159,11 @@ def _name(axes: Axes, at: tuple[float, float], point: Point, taken: list[Bbox]) 
 
 
 def named(curve: Curve) -> list[ManualResult]:
-    """The strategies, those first whose names matter most: the best that fits, both ends, and those
-    that no other beats."""
-    if not curve.strategies:
-        return []
-    fitting = [s for s in curve.strategies if s.fits]
-    ends = (
-        min(fitting, key=lambda s: s.step_ms, default=None),
-        min(curve.strategies, key=lambda s: s.step_ms),
-        min(curve.strategies, key=lambda s: s.peak_high_bytes),
-        next((s for s in curve.strategies if s.name == "megatron:selective[core_attn]"), None),
-    )
-    first = [s for s in ends if s is not None]
-    return list(dict.fromkeys([*first, *unbeaten(curve.strategies), *curve.strategies]))
+    """The strategies, those first whose names matter most: the best that fits, and those that no
+    other beats."""
+    fastest = unbeaten(own for own in curve.strategies if own.fits)[::-1]
+    others = unbeaten(curve.strategies)[::-1]
+    return list(dict.fromkeys([*fastest[:1], *others, *curve.strategies]))
 
 
 def curve_chart(curve: Curve, title: str = "") -> Figure:

@@ -41,16 +41,6 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Paste:
-    """A text to paste into a launch."""
-
-    where: str
-    """The place to paste it."""
-    text: str
-    """The text itself."""
-
-
-@dataclass(frozen=True, slots=True)
 class ReportData:
     """What the report of one plan shows."""
 
@@ -62,8 +52,8 @@ class ReportData:
     """The other choices of each layer."""
     curve: Curve
     """Time against budget, with Megatron's own settings."""
-    pastes: tuple[Paste, ...]
-    """What to paste, the most likely first."""
+    pastes: dict[str, str]
+    """Texts to paste into a launch, and the place of each; the most likely first."""
     recorded: RecordedStep | None = None
     """A step of one stage as torch recorded it."""
     speed: str = ""
@@ -78,7 +68,7 @@ def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> Re
         timeline(plan),
         tuple(_others(plan, problem, lambda share: progress("Other choices", share))),
         _curve(plan, problem, progress),
-        tuple(_pastes(plan)),
+        _pastes(plan),
     )
 
 
@@ -153,17 +143,15 @@ def strategies_of(
     return tuple(found)
 
 
-def _pastes(plan: Plan) -> Iterator[Paste]:
+def _pastes(plan: Plan) -> dict[str, str]:
     """Texts to paste: first for the form the job was described in, then for other forms."""
     forms = [job_lines(plan), pretrain_lines(plan, None), bridge_lines(plan, None)]
     if WHOLE not in plan.policy.layers:
         forms.append(["Run in Python:", *_python_lines(plan)])
-    pasted: set[str] = set()
+    places = dict[str, str]()
     for where, *lines in filter(None, forms):
-        text = "\n".join(lines)
-        if text not in pasted:
-            yield Paste(where.rstrip(":"), text)
-        pasted.add(text)
+        places.setdefault("\n".join(lines), where.rstrip(":"))
+    return places
 
 
 def _python_lines(plan: Plan) -> tuple[str, ...]:

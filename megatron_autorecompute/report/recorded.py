@@ -204,24 +204,20 @@ def _pieces(
 ) -> tuple[list[_Run], _Run | None]:
     """The last whole step: its forwards and backwards as planned, and its optimizer if recorded."""
     planned = _planned_runs(stage)
-    found = []
-    for at in range(len(runs)):
-        own = runs[at : at + len(planned)]
-        before = runs[at - 1].kind if at else "optimizer"
-        if before != "optimizer" or [run.kind for run in own] != [kind for kind, _, _ in planned]:
-            continue
-        after = runs[at + len(planned)] if at + len(planned) < len(runs) else None
-        if after is None or after.kind == "optimizer":
-            pairs = zip(own, planned, strict=True)
-            pieces = [replace(run, first=first, last=last) for run, (_, first, last) in pairs]
-            found.append((pieces, after))
-    whole = [step for step in found if step[1] is not None] or found
-    if not whole:
+    kinds = "".join(run.kind[0] for run in runs)  # f, b and o
+    wanted = "".join(kind[0] for kind, _, _ in planned)
+    found = re.finditer(rf"(?<![fb])(?={wanted}(o?)(?![fb]))", kinds)
+    whole = max(((bool(one[1]), one.start()) for one in found), default=None)
+    if whole is None:
         raise ProfileError(
             f"{source}: the stacks of allocations show no whole step as stage {stage.stage} has it "
             f"in the plan. Call {RECORD}, with its default stacks, and give the stage's snapshot."
         )
-    return whole[-1]
+    has_optimizer, at = whole
+    after = at + len(planned)
+    pairs = zip(runs[at:after], planned, strict=True)
+    pieces = [replace(run, first=first, last=last) for run, (_, first, last) in pairs]
+    return pieces, runs[after] if has_optimizer else None
 
 
 # --- beside the plan ------------------------------------------------------------------------------

@@ -26,8 +26,6 @@ from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, Ran
 from megatron_autorecompute.report.words import binds, proof
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
-MOST_RANKS = 16
-"""Most rows of the measured step; with more ranks, every stage has one row."""
 CURVE_ROWS, MEGATRON_ROWS = 8, 4
 """Most rows of the curve: plans, and Megatron's own settings."""
 SHORT_CHOICES = 3
@@ -120,11 +118,8 @@ def plan_view(plan: Plan, speed: str = "", *, verbose: bool = False) -> Renderab
 
 
 def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
-    """A measuring step, one row per rank: the sum of its layers beside Megatron's figures.
-
-    With more than MOST_RANKS ranks, only the rank of each stage that computed longest. Empty if no
-    such step was recorded.
-    """
+    """A measuring step, a row for the slowest rank of each stage: the sum of its layers beside
+    Megatron's figures. Empty if no such step was recorded."""
     step = plan.profile.measured_step
     if step is None:
         return
@@ -135,7 +130,7 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
             "beside this plan."
         )
         return
-    ranks = _shown_ranks(step)
+    ranks = _slowest_ranks(step)
     unit, times = unit_for(own.peak.bytes for own in sums), step.num_microbatches
     yield Text(
         f"\nMeasured in iteration {step.iteration} under {step.recompute_policy}: the sum of its "
@@ -160,10 +155,8 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
         )
 
 
-def _shown_ranks(step: MeasuredStep) -> list[RankStep]:
-    """All ranks of a small job, else the rank of each stage that computed longest."""
-    if len(step.ranks) <= MOST_RANKS:
-        return list(step.ranks)
+def _slowest_ranks(step: MeasuredStep) -> list[RankStep]:
+    """The rank of each stage that computed longest."""
     slowest_first = sorted(step.ranks, key=_compute_ms, reverse=True)
     longest = {rank.stage: rank for rank in reversed(slowest_first)}
     return [longest[stage] for stage in sorted(longest)]

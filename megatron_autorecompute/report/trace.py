@@ -49,17 +49,6 @@ def trace(plan: Plan) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": list(events)}
 
 
-def measured_note(plan: Plan) -> str:
-    """A sentence about what the trace has of the measured step of a job."""
-    step = plan.profile.measured_step
-    if step is None:
-        return "The profile has no measured step; the trace is the step as planned."
-    return (
-        f"The measured step (iteration {step.iteration}) was recorded as totals, without single "
-        "events. The trace shows the step as planned, and its otherData has these totals."
-    )
-
-
 def _ends_ns(stage: StageTimeline, num_stages: int) -> Iterator[tuple[Place, int]]:
     """The end of each event, by what the event is."""
     columns = stage.backward, stage.chunk * num_stages + stage.stage, stage.microbatch
