@@ -206,7 +206,7 @@ def _pieces(
     planned = _planned_runs(stage)
     kinds = "".join(run.kind[0] for run in runs)  # f, b and o
     wanted = "".join(kind[0] for kind, _, _ in planned)
-    found = re.finditer(rf"(?<![fb])(?={wanted}(o?)(?![fb]))", kinds)
+    found = re.finditer(rf"(?<![fb])(?={wanted}(o|$))", kinds)
     whole = max(((bool(one[1]), one.start()) for one in found), default=None)
     if whole is None:
         raise ProfileError(
