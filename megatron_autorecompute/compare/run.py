@@ -491,8 +491,6 @@ class Contest:
                 fitting[name] = result = self._timed(result, self.settings.tries)
                 policies[name] = policy
             self._note(result)
-        for module, reason in self.job.left_out().items():
-            self._pass_over(f"selective with {module}", reason)
         if not fitting:  # which the table says
             self.tell(self.comparison)
             return

@@ -7,9 +7,11 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import Plan
@@ -21,12 +23,15 @@ from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline
 from megatron_autorecompute.report.words import (
-    TEMPLATES,
     binds,
     came_from,
+    duration,
+    percent,
     proof,
-    template,
+    size,
 )
+
+TEMPLATES = Path(__file__).parent / "templates"
 
 _PARTS = (  # as plan.js draws them
     ("static", "static_bytes"),
@@ -62,7 +67,14 @@ def html(data: ReportData) -> str:
     """The whole page."""
     plan = data.plan
     tight = plan.cost.stages[tightest_stage(plan)]
-    return template("plan.html").render(
+    files = Environment(
+        loader=FileSystemLoader(str(TEMPLATES)),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+    )
+    files.filters |= {"size": size, "duration": duration, "percent": percent}
+    return files.get_template("plan.html").render(
         data=data,
         plan=plan,
         tight=tight,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_autorecompute.planner.cost.two_clocks import knows_host
 from megatron_autorecompute.planner.plan import Plan
@@ -12,11 +10,6 @@ from megatron_autorecompute.planner.search.solution import nearness
 from megatron_autorecompute.policy import FULL, NONE
 from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Profile
 from megatron_autorecompute.units import GIB, MIB
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-TEMPLATES = Path(__file__).parent / "templates"
 
 
 def size(size_bytes: float) -> str:
@@ -39,20 +32,6 @@ def percent(share: float) -> str:
         return "0%"
     text = f"{100 * share:.1f}"
     return f"{100 * share:.2f}%" if text in ("0.0", "100.0") and share != 1 else f"{text}%"
-
-
-def template(name: str) -> Template:
-    """A template of a page or a picture by its file's name; it escapes what it is given."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # a terminal needs none
-
-    files = Environment(
-        loader=FileSystemLoader(str(TEMPLATES)),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    files.filters |= {"size": size, "duration": duration, "percent": percent}
-    return files.get_template(name)
 
 
 HELPS = "CUDA graphs or a larger micro-batch help; a choice costs what its launches take."
