@@ -8,7 +8,6 @@ module names exist and which choices a model allows.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import re
@@ -38,7 +37,6 @@ _CHOICE = re.compile(
     r"|inner/(?P<inner>\d{1,18})|selective\[(?P<modules>[^\]]*)\])" + _AGAIN + _OFFLOAD
 )
 _MODULE = re.compile(r"[a-z][a-z0-9_]*")
-_MODULES = re.compile(rf"{_MODULE.pattern}(?:\+{_MODULE.pattern})*")
 WHOLE_LAYER = "cpu_offloading"
 """Stands alone in `LayerPolicy.offload` for the whole layer, as Megatron's setting moves it."""
 _MEGATRON = re.compile(
@@ -126,9 +124,7 @@ class LayerPolicy:
                 raise PolicyError(f"{name} is the text {text!r:.80}: write ({text!r:.80},).")
         for module in (*self.modules, *self.offload, *self.keep):
             if not _MODULE.fullmatch(module):
-                meant = "+".join(_as_name(word) for word in module.split(","))
-                write = f" Write {meant}." if _MODULES.fullmatch(meant) else ""
-                raise PolicyError(f"{module!r} is not a module name such as core_attn.{write}")
+                raise PolicyError(f"{module!r} is not a module name such as core_attn.")
 
     def _rules(self) -> Iterator[tuple[object, str]]:
         """Whether each rule is broken, and the rule."""
@@ -200,9 +196,7 @@ class LayerPolicy:
         """Read one choice; raises `PolicyError` with the grammar for anything else."""
         match = _CHOICE.fullmatch(_text(text))
         if match is None:
-            raise PolicyError(
-                f"Cannot read {text!r:.80} as a choice{_nearest(text)}. A choice is {CHOICE}."
-            )
+            raise PolicyError(f"Cannot read {text!r:.80} as a choice. A choice is {CHOICE}.")
         more: dict[str, Any] = {
             "offload": _modules(match["offload"]),
             "keep": _modules(match["keep"]),
@@ -600,17 +594,6 @@ def _text(given: Any) -> str:
     if not isinstance(given, str):
         raise PolicyError(f"{given!r:.80} is no text: {GRAMMAR}.")
     return given
-
-
-def _as_name(text: str) -> str:
-    return text.strip().lower().replace("-", "_")
-
-
-def _nearest(text: str) -> str:
-    """What an error says of a choice that is spelled almost right."""
-    given = re.split(r"[*/\[+]", text.strip(), maxsplit=1)[0]
-    near = difflib.get_close_matches(_as_name(given), get_args(Granularity), n=1)
-    return f" (the nearest is {near[0]})" if near and near[0] != given else ""
 
 
 def _modules(text: str | None) -> tuple[str, ...]:

@@ -225,8 +225,6 @@ def test_nothing_is_not_taken_for_not_given(estimated, words, capsys):
     ("words", "named"),
     [
         (["--pp", "1", "--account-for-loss-in-pipeline-split"], ("--account-for-loss", "--pp 1")),
-        (["--pp", "4", "--microbatch-group-size", "8"], ("--microbatch-group-size", "--vp 1")),
-        (["--pp", "1", "--search-layout"], ("--search-layout", "--pp 1")),
     ],
 )
 def test_an_option_without_effect_is_refused_and_both_are_named(words, named, capsys):
