@@ -100,32 +100,18 @@ def best_points(
     known: Iterable[CurvePoint] = (),
     num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
-    """The best policies for some budgets, largest first: for evenly spaced ones, and for what a
-    strategy needs that is faster than these within its bytes. `pareto` solves them quickly; the
-    step of a plan is searched further."""
-    even = pareto(problem, num_points, lambda share: progress(0.8 * share))
-    points = {own.budget_bytes: own for own in (*even, *known)}
-    faster = [
-        strategy.peak_high_bytes
-        for strategy in unbeaten(strategies)
-        if strategy.peak_high_bytes >= even[-1].budget_bytes
-        and strategy.step_ms
-        < min(p.step_ms for p in points.values() if p.budget_bytes <= strategy.peak_high_bytes)
-    ]
-    if faster:
-        more = pareto(problem, 1, lambda share: progress(0.8 + 0.2 * share), faster)
-        points = {own.budget_bytes: own for own in more} | points
-    return tuple(_never_slower(sorted(points.values(), key=lambda point: point.budget_bytes)))
-
-
-def _never_slower(points: Iterable[CurvePoint]) -> list[CurvePoint]:
-    """Points, largest budget first, in which a larger budget is never slower than a smaller one."""
+    """The best policies for some budgets, largest first: for evenly spaced ones, and for what the
+    unbeaten strategies need. `pareto` solves them quickly; the step of a plan is searched further.
+    A larger budget is never slower than a smaller one."""
+    also = [strategy.peak_high_bytes for strategy in unbeaten(strategies)]
+    solved = pareto(problem, num_points, progress, also)
+    points = {own.budget_bytes: own for own in (*solved, *known)}
     found: list[CurvePoint] = []
-    for point in points:
+    for _, point in sorted(points.items()):
         if found and found[-1].step_ms < point.step_ms:
             point = replace(found[-1], budget_bytes=point.budget_bytes)
         found.append(point)
-    return found[::-1]
+    return tuple(found[::-1])
 
 
 def strategies_of(

@@ -33,18 +33,6 @@ from megatron_autorecompute.report.words import (
 
 TEMPLATES = Path(__file__).parent / "templates"
 
-_PARTS = (  # as plan.js draws them
-    ("static", "static_bytes"),
-    ("overhead", "overhead_bytes"),
-    ("outside", "embedding_head_bytes"),
-    ("in-flight", "in_flight_bytes"),
-    ("running", "running_bytes"),
-    ("transient", "transient_bytes"),
-    ("copies", "copy_bytes"),
-    ("overhead", "graph_bytes"),
-)
-
-
 _DRAWN = (
     "budget_bytes",
     "static_bytes",
@@ -84,8 +72,6 @@ def html(data: ReportData) -> str:
         came_from=came_from(plan.profile),
         setting=best_own_setting(plan),
         stages=list(zip(plan.cost.stages, plan.budget_bytes, plan.layout.stages, strict=True)),
-        memory_parts=_PARTS,
-        share=lambda part, whole: f"{100 * part / whole:.2f}%",
         largest=_largest,
         strip=strip_svg(plan),
         curve=svg(curve_chart(data.curve), "curve", "Step time against memory"),
