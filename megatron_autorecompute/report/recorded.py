@@ -60,8 +60,6 @@ class RecordedStep:
     """The stage that the step is compared with."""
     source: str
     """The file with the history."""
-    found: str
-    """A sentence: how the step was found in the history."""
     at_ms: NDArray[np.float64]
     """Times of the curve's points, in ms since the planned step began."""
     level_bytes: NDArray[np.int64]
@@ -101,8 +99,6 @@ def recorded_step(plan: Plan, path: str | Path, stage: int | None = None) -> Rec
     return RecordedStep(
         number,
         history.source,
-        "The last whole step of the history, found by Megatron's calls in the stacks of "
-        "allocations; each forward and backward is drawn where the plan has it.",
         *_curve(history, pieces[0].begin, end, marks),
         tuple(_moments(history, own, pieces, optimizer)),
         layers,

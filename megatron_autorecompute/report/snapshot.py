@@ -114,14 +114,12 @@ def _rounded(size_bytes: int) -> int:
 
 def _replayed(trace: list[dict[str, Any]], end_blocks: dict[int, int], source: str) -> History:
     """Events in order. Bytes count until they are given back (`free_requested`), as in
-    `memory_allocated`; a history without these counts until another stream is done with them."""
-    has_requests = any(entry["action"] == "free_requested" for entry in trace)
-    wanted = ("alloc", "free_requested" if has_requests else "free_completed")
+    `memory_allocated`."""
     times, changes, freed_at = list[int](), list[int](), list[int]()
     stacks, known = list[Frames](), dict[tuple[int, ...], Frames]()
     alive = dict[int, int]()  # the event that allocated an address
     for entry in trace:
-        if entry["action"] not in wanted:
+        if entry["action"] not in ("alloc", "free_requested"):
             continue
         event, address, size_bytes = len(times), entry["addr"], _rounded(entry["size"])
         stack: Frames = ()
