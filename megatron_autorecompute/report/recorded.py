@@ -87,15 +87,15 @@ def recorded_step(plan: Plan, path: str | Path, stage: int | None = None) -> Rec
     """
     number = _stage(plan, Path(path).name, stage)
     history, step = read_history(path), timeline(plan)
-    own, stacks = step.stages[number], _Stacks(history)
-    pieces, optimizer = _pieces(_runs(history, stacks), own, history.source)
+    own, (kinds, places) = step.stages[number], _said(history)
+    pieces, optimizer = _pieces(_runs(history, kinds), own, history.source)
     marks = _marks(history, own, pieces)
     end = pieces[-1].end
     if optimizer is not None:
         end = optimizer.end
         times = history.time_us[[optimizer.begin, end - 1]]
         marks += zip(times, (step.step_ms, step.step_ms * (1 + OPTIMIZER_SHARE)), strict=True)
-    layers, why = _layers(plan, history, stacks, own, pieces)
+    layers, why = _layers(plan, history, places, own, pieces)
     return RecordedStep(
         number,
         history.source,
@@ -145,22 +145,22 @@ class _Run:
     """The last of them."""
 
 
-class _Stacks:
-    """What the stacks of a history say; every stack is looked at once."""
+Places = Sequence[tuple[int, ...]]
+"""Of each event: the lines of Megatron's layer on its stack, outermost first; empty outside."""
 
-    def __init__(self, history: History) -> None:
-        found = {id(frames): frames for frames in history.frames}
-        said = {
-            one: (
-                _kind(frames),
-                tuple(f.line for f in frames[::-1] if f.filename.endswith(LAYER_FILE)),
-            )
-            for one, frames in found.items()
-        }
-        self.kinds = [said[id(frames)][0] for frames in history.frames]
-        """What each event belongs to; meaningless for frees."""
-        self.places = [said[id(frames)][1] for frames in history.frames]
-        """The lines of Megatron's layer on each stack, outermost first; empty outside of one."""
+
+def _said(history: History) -> tuple[list[str], Places]:
+    """What the stacks say of each event: what it belongs to (meaningless for frees), and its place
+    in a layer. Every stack is looked at once."""
+    said = {
+        id(frames): (
+            _kind(frames),
+            tuple(f.line for f in frames[::-1] if f.filename.endswith(LAYER_FILE)),
+        )
+        for frames in {id(frames): frames for frames in history.frames}.values()
+    }
+    kinds, places = zip(*(said[id(frames)] for frames in history.frames), strict=True)
+    return list(kinds), places
 
 
 def _kind(frames: Frames) -> str:
@@ -176,10 +176,10 @@ def _kind(frames: Frames) -> str:
     return "" if folders.isdisjoint(OPTIMIZERS) else "optimizer"
 
 
-def _runs(history: History, stacks: _Stacks) -> list[_Run]:
+def _runs(history: History, kinds: Sequence[str]) -> list[_Run]:
     begins: list[tuple[str, int]] = []
     for event in np.flatnonzero(history.change_bytes > 0).tolist():
-        kind = stacks.kinds[event]
+        kind = kinds[event]
         if kind and (not begins or begins[-1][0] != kind):
             begins.append((kind, event))
     ends = [begin for _, begin in begins[1:]] + [len(history.frames)]
@@ -274,7 +274,7 @@ def _piece_name(stage: StageTimeline, piece: _Run) -> str:
 def _layers(
     plan: Plan,
     history: History,
-    stacks: _Stacks,
+    places: Places,
     stage: StageTimeline,
     pieces: Sequence[_Run],
 ) -> tuple[tuple[Difference, ...], str]:
@@ -288,7 +288,7 @@ def _layers(
     for piece in pieces:
         if piece.kind == "backward":
             continue
-        starts = _layer_starts(stacks, piece)
+        starts = _layer_starts(places, piece)
         events = range(piece.first, piece.last + 1)
         expected = [(e, layer) for e in events for layer in chunks[stage.chunk[e]].layers]
         if len(starts) != len(expected):
@@ -296,16 +296,16 @@ def _layers(
                 f"The stacks of the {_piece_name(stage, piece)} show {len(starts)} layers where "
                 f"the plan has {len(expected)}, so bytes are not shown by layer."
             )
-        kept |= dict(_kept(history, stacks, piece, starts, expected))
+        kept |= dict(_kept(history, places, piece, starts, expected))
     return tuple(_by_unit(plan, stage, kept)), ""
 
 
-def _layer_starts(stacks: _Stacks, run: _Run) -> list[int]:
+def _layer_starts(places: Places, run: _Run) -> list[int]:
     """The events that begin a layer's forward."""
     starts: list[int] = []
     before: tuple[int, ...] = ()
     for event in range(run.begin, run.end):
-        place = stacks.places[event]
+        place = places[event]
         if place:
             if not before or place < before:
                 starts.append(event)
@@ -315,7 +315,7 @@ def _layer_starts(stacks: _Stacks, run: _Run) -> list[int]:
 
 def _kept(
     history: History,
-    stacks: _Stacks,
+    places: Places,
     run: _Run,
     starts: Sequence[int],
     expected: Sequence[tuple[int, int]],
@@ -326,7 +326,7 @@ def _kept(
         end = starts[place + 1] if place + 1 < len(starts) else run.end
         later = (starts[i] for i in range(place + 1, len(starts)) if expected[i][0] != event)
         over = next(later, run.end)
-        own = [e for e in range(begin, end) if history.freed_at[e] >= over and stacks.places[e]]
+        own = [e for e in range(begin, end) if history.freed_at[e] >= over and places[e]]
         yield (event, layer), int(history.change_bytes[own].sum())
 
 
