@@ -62,15 +62,6 @@ from megatron_autorecompute.units import GIB, MOST_GIB, gib
 
 WARM_UP_STEPS = 2
 LONGEST_S = 7 * 24 * 3600
-COUNTS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "micro_batch_size",
-    "num_microbatches",
-    "pipeline_stages",
-)
 RECORD, TABLE = "comparison.json", "comparison.md"
 PICTURE, PLAN, PAGE = "comparison.png", "plan.json", "plan.html"
 FILES = (RECORD, TABLE, PICTURE, PLAN, PAGE)
@@ -102,9 +93,9 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises OptionError for settings with which no comparison can run."""
         shape = self.shape
-        for options, names in ((shape, COUNTS), (self, ("rounds", "tries"))):
-            for name in names:
-                if getattr(options, name) < 1:
+        for options in (shape, self):
+            for name, value in asdict(options).items():
+                if type(value) is int and name != "seed" and value < 1:
                     raise _refused(options, name, "it must be at least 1")
         _check_layers(shape)
         if shape.hidden_size % shape.num_attention_heads:
