@@ -255,29 +255,17 @@ def assumption_lines(assumptions: Sequence[str], verbose: bool) -> list[str]:
 
 def imbalance_lines(profile: Profile, percentile: float | None) -> list[str]:
     """Sentences on the routing imbalance that is planned for; none without experts."""
-    records = [record for kind in profile.kinds for record in kind.choices]
-    measured = [point for r in records if r.knows_routing for point in r.percentiles]
+    measured = any(r.knows_routing for kind in profile.kinds for r in kind.choices)
     stated = any(kind.imbalance for kind in profile.kinds)
-    lines = []
-    if measured and percentile is None:
-        lines.append(
-            "Imbalance: planned for the most that was seen in measuring; --imbalance-percentile "
-            "plans for less."
-        )
-    elif measured and percentile is not None:
-        most = max(point.percentile for point in measured)
-        seen = "" if percentile <= most else ", above all recorded: the most that was seen"
-        lines.append(
-            f"Imbalance: planned for percentile {percentile:g} of the measured microbatches{seen}."
-        )
-    if stated and percentile is None:
-        lines.append("Imbalance: what the profile states is not planned for.")
-    elif stated and percentile is not None:
-        lines.append(
-            f"Imbalance: planned for percentile {percentile:g} of what the profile states, "
-            f"{', '.join(_factors(profile.kinds, percentile))}."
-        )
-    return lines
+    if percentile is None:
+        most = "the most that was seen in measuring; --imbalance-percentile plans for less"
+        states = "what the profile states is not planned for"
+        said = [(measured, f"planned for {most}"), (stated, states)]
+    else:
+        of = f"planned for percentile {percentile:g} of"
+        states = f"{of} what the profile states, {', '.join(_factors(profile.kinds, percentile))}"
+        said = [(measured, f"{of} the measured microbatches"), (stated, states)]
+    return [f"Imbalance: {words}." for holds, words in said if holds]
 
 
 def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
