@@ -81,17 +81,19 @@ def parts_of_field(value: Any) -> Mapping[str, Any] | None:
     """What the value of a config field says for each block, with the decoder's name; None if it
     names no block. Raises: PolicyError as `named_parts`."""
     said = policy_in(value)
-    return said if isinstance(said, Mapping) and DECODER in said else None
+    names = isinstance(said, Mapping) and (DECODER in said or isinstance(value, str))
+    return said if names else None
 
 
 def as_megatrons(value: Any) -> Any:
     """The value of a config field in which every choice is as Megatron's own checkpoints run it."""
+    if isinstance(value, str):
+        return value if value.startswith(MEGATRON) else f"{MEGATRON}{value}"
     said = policy_in(value)
     if isinstance(said, Mapping):
-        return {name: as_megatrons(part) for name, part in said.items()}
-    if isinstance(said, str):
-        return said if said.startswith(MEGATRON) else f"{MEGATRON}{said}"
-    return MEGATRON + ",".join(f"{choice}*1" for choice in said)
+        named = DECODER in said
+        return {name: as_megatrons(part) for name, part in said.items()} if named else value
+    return as_megatrons(said if isinstance(said, str) else ",".join(f"{one}*1" for one in said))
 
 
 def named_file(value: Any) -> str | None:
