@@ -51,19 +51,10 @@ def named_parts(text: str) -> dict[str, str] | None:
 
 def policy_in(value: Any) -> Any:
     """What the value of a config field, or a file's content, says: text, a list of choices, or a
-    dict with one of these for each block.
-
-    Raises:
-        PolicyError: as `named_parts`.
-    """
-    if isinstance(value, str):
-        parts = named_parts(value.removeprefix(MEGATRON).strip())
-        if parts is None or not value.startswith(MEGATRON):
-            return parts or value
-        return {name: as_megatrons(part) for name, part in parts.items()}
-    said = value
-    if isinstance(value, Mapping):
-        said = value.get("recompute_policy", value.get("policy", value))
+    dict with one of these for each block."""
+    if not isinstance(value, Mapping):
+        return value
+    said = value.get("recompute_policy", value.get("policy", value))
     return said if said is value else _of_plan(value, said) or policy_in(said)
 
 
@@ -78,11 +69,15 @@ def _of_plan(plan: Mapping[str, Any], said: Any) -> dict[str, Any] | None:
 
 
 def parts_of_field(value: Any) -> Mapping[str, Any] | None:
-    """What the value of a config field says for each block, with the decoder's name; None if it
-    names no block. Raises: PolicyError as `named_parts`."""
+    """What the value of a config field says for each block, as text or as a dict with the decoder's
+    name; None if it names no block. Raises: PolicyError as `named_parts`."""
     said = policy_in(value)
-    names = isinstance(said, Mapping) and (DECODER in said or isinstance(value, str))
-    return said if names else None
+    if isinstance(said, str):
+        parts = named_parts(said.removeprefix(MEGATRON).strip())
+        if parts is None or not said.startswith(MEGATRON):
+            return parts
+        return {name: as_megatrons(part) for name, part in parts.items()}
+    return said if isinstance(said, Mapping) and DECODER in said else None
 
 
 def as_megatrons(value: Any) -> Any:

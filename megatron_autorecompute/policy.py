@@ -20,6 +20,7 @@ from megatron_autorecompute.block_names import (
     DECODER,
     MEGATRON,
     Blocks,
+    parts_of_field,
     placed,
     policy_in,
     read_file,
@@ -533,11 +534,11 @@ class _Reader:
 
     def read(self, value: Any) -> RecomputePolicy:
         """The policy in a value, as `RecomputePolicy.from_config` takes it."""
-        said = policy_in(value)
         if self.blocks is None and isinstance(value, Mapping) and "profile" in value:
-            said = value.get("recompute_policy")  # a plan's, of all blocks
-        if isinstance(said, Mapping) and (DECODER in said or isinstance(value, str)):
-            return self._of_blocks(said)
+            value = value.get("recompute_policy")  # a plan's, of all blocks
+        parts, said = parts_of_field(value), policy_in(value)
+        if parts is not None:
+            return self._of_blocks(parts)
         if not isinstance(said, str):
             return self._of_list(said)
         text = said.strip()
