@@ -24,6 +24,7 @@ from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline
 from megatron_autorecompute.report.words import (
     binds,
+    by_room,
     came_from,
     duration,
     percent,
@@ -54,7 +55,7 @@ _RECORDED = ("stage", "at_ms", "level_bytes")
 def html(data: ReportData) -> str:
     """The whole page."""
     plan = data.plan
-    tight = plan.cost.stages[tightest_stage(plan)]
+    tight = plan.cost.stages[by_room(plan)[0]]
     files = Environment(
         loader=FileSystemLoader(str(TEMPLATES)),
         autoescape=True,
@@ -104,7 +105,7 @@ def page_data(data: ReportData) -> dict[str, Any]:
     layers = enumerate(data.others)
     return {
         "step": data.timeline.step_ms,
-        "tightest": tightest_stage(plan),
+        "tightest": by_room(plan)[0],
         "recorded": step and {name: getattr(step, name) for name in _RECORDED},
         "stages": [_stage_data(plan, stage) for stage in data.timeline.stages],
         "layers": [
@@ -142,15 +143,6 @@ def _stage_data(plan: Plan, stage: StageTimeline) -> dict[str, Any]:
             "after": [copies.after(event) for event in range(len(copies.ran))],
         },
     }
-
-
-def tightest_stage(plan: Plan) -> int:
-    """The stage with the least room under its budget."""
-    room = [
-        budget - cost.peak_high_bytes
-        for budget, cost in zip(plan.budget_bytes, plan.cost.stages, strict=True)
-    ]
-    return room.index(min(room))
 
 
 MOST_ROWS = 8

@@ -34,6 +34,13 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f}%" if text in ("0.0", "100.0") and share != 1 else f"{text}%"
 
 
+def by_room(plan: Plan) -> list[int]:
+    """The stages, those with the least room under their budget first."""
+    pairs = zip(plan.budget_bytes, plan.cost.stages, strict=True)
+    room = [budget - cost.peak_high_bytes for budget, cost in pairs]
+    return sorted(range(len(room)), key=room.__getitem__)
+
+
 HELPS = "CUDA graphs or a larger micro-batch help; a choice costs what its launches take."
 """A host-bound job."""
 
