@@ -49,62 +49,52 @@ def named_parts(text: str) -> dict[str, str] | None:
     return parts
 
 
+def policy_in(value: Any) -> Any:
+    """What the value of a config field, or a file's content, says: text, a list of choices, or a
+    dict with one of these for each block."""
+    if not isinstance(value, Mapping):
+        return value
+    said = value.get("recompute_policy", value.get("policy", value))
+    return said if said is value else _of_plan(value, said) or policy_in(said)
+
+
+def _of_plan(plan: Mapping[str, Any], said: Any) -> dict[str, Any] | None:
+    """What a plan for a model of several blocks says for each; None for anything else."""
+    try:
+        model = plan["profile"]["model"]
+        cut = int(model.get("encoder_layers", 0))
+        return {model["encoder_name"]: said[:cut], DECODER: said[cut:]} if cut else None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
 def parts_of_field(value: Any) -> Mapping[str, Any] | None:
     """What the value of a config field says for each block, as text or as a dict with the decoder's
-    name; None if it names no block.
-
-    Raises:
-        PolicyError: as `named_parts`.
-    """
-    if isinstance(value, str) and value.startswith(MEGATRON):
-        parts = parts_of_field(value.removeprefix(MEGATRON))
-        return parts and {name: as_megatrons(part) for name, part in parts.items()}
-    if isinstance(value, Mapping):
-        return parts_of_plan(value) or parts_of_dict(value)
-    return named_parts(value) if isinstance(value, str) else None
+    name; None if it names no block. Raises: PolicyError as `named_parts`."""
+    said = policy_in(value)
+    if isinstance(said, str):
+        parts = named_parts(said.removeprefix(MEGATRON).strip())
+        if parts is None or not said.startswith(MEGATRON):
+            return parts
+        return {name: as_megatrons(part) for name, part in parts.items()}
+    return said if isinstance(said, Mapping) and DECODER in said else None
 
 
 def as_megatrons(value: Any) -> Any:
     """The value of a config field in which every choice is as Megatron's own checkpoints run it."""
-    if isinstance(value, Mapping):
-        parts = parts_of_plan(value) or parts_of_dict(value)
-        if parts is not None:
-            return {name: as_megatrons(part) for name, part in parts.items()}
-        of_all = value.get("recompute_policy", value.get("policy"))
-        return value if of_all is None else {"recompute_policy": as_megatrons(of_all)}
     if isinstance(value, str):
         return value if value.startswith(MEGATRON) else f"{MEGATRON}{value}"
-    return MEGATRON + ",".join(f"{choice}*1" for choice in value)
+    said = policy_in(value)
+    if isinstance(said, Mapping):
+        named = DECODER in said
+        return {name: as_megatrons(part) for name, part in said.items()} if named else value
+    return as_megatrons(said if isinstance(said, str) else ",".join(f"{one}*1" for one in said))
 
 
 def named_file(value: Any) -> str | None:
     """The FILE of a field's value @FILE or megatron:@FILE; None if it names none."""
     text = value.removeprefix(MEGATRON) if isinstance(value, str) else ""
     return text[1:] if text.startswith("@") else None
-
-
-def parts_of_dict(value: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The dict, or the policy in it, if it has parts by name."""
-    value = value.get("recompute_policy", value.get("policy", value))
-    return value if isinstance(value, Mapping) and DECODER in value else None
-
-
-def parts_of_plan(plan: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """What a plan for a model of several blocks says for each; None for anything else."""
-    try:
-        model, choices = plan["profile"]["model"], list(plan["recompute_policy"])
-        cut = int(model.get("encoder_layers", 0))
-        return {model["encoder_name"]: choices[:cut], DECODER: choices[cut:]} if cut else None
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None
-
-
-def policy_in(content: Any) -> Any:
-    """What of a file's content is the policy: text, a list, or by blocks if it names several."""
-    if not isinstance(content, Mapping):
-        return content
-    of_all = content.get("recompute_policy", content.get("policy", content))
-    return parts_of_plan(content) or parts_of_dict(content) or of_all
 
 
 def read_file(path: str | Path) -> Any:

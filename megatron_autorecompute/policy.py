@@ -8,7 +8,6 @@ module names exist and which choices a model allows.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import itertools
 import re
@@ -21,10 +20,9 @@ from megatron_autorecompute.block_names import (
     DECODER,
     MEGATRON,
     Blocks,
-    named_parts,
-    parts_of_dict,
-    parts_of_plan,
+    parts_of_field,
     placed,
+    policy_in,
     read_file,
     within,
 )
@@ -39,13 +37,7 @@ _CHOICE = re.compile(
     r"(?:none|full(?:/(?P<group>\d{1,18})|\+inner/(?P<again>\d{1,18}))?"
     r"|inner/(?P<inner>\d{1,18})|selective\[(?P<modules>[^\]]*)\])" + _AGAIN + _OFFLOAD
 )
-_RUN = re.compile(
-    r"(?P<choice>[a-z]+(?:(?:\+inner)?/\d{1,18}|\[[^\]]*\])?"
-    r"(?:\+keep\[[^\]]*\]|\+all)?(?:\+ahead)?(?:\+offload\[[^\]]*\])?)"
-    r"(?:\*(?P<count>\d{1,99}))?"
-)
 _MODULE = re.compile(r"[a-z][a-z0-9_]*")
-_MODULES = re.compile(rf"{_MODULE.pattern}(?:\+{_MODULE.pattern})*")
 WHOLE_LAYER = "cpu_offloading"
 """Stands alone in `LayerPolicy.offload` for the whole layer, as Megatron's setting moves it."""
 _MEGATRON = re.compile(
@@ -119,49 +111,12 @@ class LayerPolicy:
     nothing."""
 
     def __post_init__(self) -> None:
-        if self.granularity not in ("none", "selective", "inner", "full"):
-            raise PolicyError(
-                f"Unknown granularity {self.granularity!r}: none, selective, inner or full."
-            )
-        if (self.granularity == "selective") != bool(self.modules):
-            raise PolicyError(
-                f"Granularity {self.granularity!r} with modules {list(self.modules)}: modules go "
-                "with selective and only with selective; to recompute nothing write none."
-            )
-        if self.group < 1 or (self.group > 1 and self.granularity != "full"):
-            raise PolicyError(
-                f"Group {self.group} with granularity {self.granularity!r}: a group is 1 or more "
-                "layers and goes with full."
-            )
-        allowed = {
-            "inner": self.inner >= 1,
-            "full": self.inner == 0 or (self.inner > 0 and self.group == 1),
-        }
-        if not allowed.get(self.granularity, self.inner == 0):
-            raise PolicyError(
-                f"{self.inner} inner layers with granularity {self.granularity!r} and group "
-                f"{self.group}: write inner/N or full+inner/N, N being 1 or more layers."
-            )
         self._check_names()
-        if self.offload and self.granularity not in ("none", "selective"):
-            raise PolicyError(
-                f"{self.granularity} with +offload[{'+'.join(self.offload)}]: under full recompute "
-                "only inputs are left to offload. Offload goes with none and selective."
-            )
-        if WHOLE_LAYER in self.offload and (len(set(self.offload)) > 1 or self.modules):
-            raise PolicyError(
-                f"{WHOLE_LAYER} moves the whole layer: write none+offload[{WHOLE_LAYER}], without "
-                "other modules."
-            )
-        self._check_keep()
-        if self.ahead and (self.granularity != "full" or self.inner):
-            raise PolicyError(
-                f"{replace(self, ahead=False)}{AHEAD}: a recompute can begin before its gradient "
-                "is there with full, without inner layers. Leave it out here."
-            )
-        object.__setattr__(self, "modules", tuple(sorted(set(self.modules))))
-        object.__setattr__(self, "offload", tuple(sorted(set(self.offload))))
-        object.__setattr__(self, "keep", tuple(sorted(set(self.keep))))
+        for is_broken, rule in self._rules():
+            if is_broken:
+                raise PolicyError(f"{rule}; found {self!r}.")
+        for name in ("modules", "offload", "keep"):
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
         object.__setattr__(self, "rerun_all", self.rerun_all and self.has_dead_work)
 
     def _check_names(self) -> None:
@@ -170,25 +125,39 @@ class LayerPolicy:
                 raise PolicyError(f"{name} is the text {text!r:.80}: write ({text!r:.80},).")
         for module in (*self.modules, *self.offload, *self.keep):
             if not _MODULE.fullmatch(module):
-                meant = "+".join(_as_name(word) for word in module.split(","))
-                write = f" Write {meant}." if _MODULES.fullmatch(meant) else ""
-                raise PolicyError(f"{module!r} is not a module name such as core_attn.{write}")
+                raise PolicyError(f"{module!r} is not a module name such as core_attn.")
 
-    def _check_keep(self) -> None:
-        if not self.keep:
-            return
-        kept = f"+keep[{'+'.join(self.keep)}]"
+    def _rules(self) -> Iterator[tuple[object, str]]:
+        """Whether each rule is broken, and the rule."""
+        kind, whole = self.granularity, self.granularity == "full" and not self.inner
         in_moe = "moe" in self.modules and set(self.keep) <= set(KEPT_IN_MOE)
-        if not in_moe and (self.inner or self.granularity != "full"):
-            raise PolicyError(
-                f"{kept} goes with full (without inner layers), and of parts {KEPT_IN_MOE[0]} "
-                "with selective[moe]. Elsewhere no checkpoint reruns what it would keep."
-            )
-        if self.rerun_all or self.offload:
-            raise PolicyError(
-                f"{kept} with {'+all' if self.rerun_all else '+offload'}: that runs "
-                "Megatron's own checkpoints, which keep no part. Leave one of the two out."
-            )
+        yield kind not in get_args(Granularity), "A granularity is none, selective, inner or full"
+        yield (kind == "selective") != bool(self.modules), "Modules go with selective, and only so"
+        yield (
+            self.group < 1 or (self.group > 1 and not whole),
+            "A group is 1 or more layers, and goes with full without inner layers",
+        )
+        yield (
+            self.inner < (kind == "inner") or (self.inner and kind not in ("inner", "full")),
+            "Inner layers are inner/N or full+inner/N, N being 1 or more layers",
+        )
+        yield (
+            self.offload and kind not in ("none", "selective"),
+            "Offload goes with none and selective: full recompute leaves only inputs to offload",
+        )
+        yield (
+            WHOLE_LAYER in self.offload and (len(set(self.offload)) > 1 or self.modules),
+            f"{WHOLE_LAYER} moves the whole layer, without other modules",
+        )
+        yield (
+            self.keep and not whole and not in_moe,
+            "+keep goes with full without inner layers, and dispatch with selective[moe]",
+        )
+        yield (
+            self.keep and (self.rerun_all or self.offload),
+            "+keep goes without +all and +offload: Megatron's own checkpoints keep no part",
+        )
+        yield self.ahead and not whole, "+ahead goes with full without inner layers"
 
     @property
     def has_dead_work(self) -> bool:
@@ -228,9 +197,7 @@ class LayerPolicy:
         """Read one choice; raises `PolicyError` with the grammar for anything else."""
         match = _CHOICE.fullmatch(_text(text))
         if match is None:
-            raise PolicyError(
-                f"Cannot read {text!r:.80} as a choice{_nearest(text)}. A choice is {CHOICE}."
-            )
+            raise PolicyError(f"Cannot read {text!r:.80} as a choice. A choice is {CHOICE}.")
         more: dict[str, Any] = {
             "offload": _modules(match["offload"]),
             "keep": _modules(match["keep"]),
@@ -567,16 +534,14 @@ class _Reader:
 
     def read(self, value: Any) -> RecomputePolicy:
         """The policy in a value, as `RecomputePolicy.from_config` takes it."""
-        parts = self._parts_of(value)
+        if self.blocks is None and isinstance(value, Mapping) and "profile" in value:
+            value = value.get("recompute_policy")  # a plan's, of all blocks
+        parts, said = parts_of_field(value), policy_in(value)
         if parts is not None:
             return self._of_blocks(parts)
-        if isinstance(value, Mapping):
-            value = value.get("recompute_policy", value.get("policy", value))
-            if isinstance(value, str):
-                return self.read(value)
-        if not isinstance(value, str):
-            return self._of_list(value)
-        text = value.strip()
+        if not isinstance(said, str):
+            return self._of_list(said)
+        text = said.strip()
         if text.startswith("@"):
             return self.load(text[1:])
         if _MEGATRON.fullmatch(text):
@@ -593,14 +558,6 @@ class _Reader:
             return self.read(content)
         except PolicyError as error:
             raise PolicyError(f"In {path}: {error}") from error
-
-    def _parts_of(self, value: Any) -> Mapping[str, Any] | None:
-        """What a value says for each block by name; None if it names none."""
-        if isinstance(value, str):
-            return named_parts(value.strip())
-        if isinstance(value, Mapping):
-            return (parts_of_plan(value) if self.blocks else None) or parts_of_dict(value)
-        return None
 
     def _of_text(self, text: str) -> RecomputePolicy:
         if text == "auto":
@@ -640,17 +597,6 @@ def _text(given: Any) -> str:
     return given
 
 
-def _as_name(text: str) -> str:
-    return text.strip().lower().replace("-", "_")
-
-
-def _nearest(text: str) -> str:
-    """What an error says of a choice that is spelled almost right."""
-    given = re.split(r"[*/\[+]", text.strip(), maxsplit=1)[0]
-    near = difflib.get_close_matches(_as_name(given), get_args(Granularity), n=1)
-    return f" (the nearest is {near[0]})" if near and near[0] != given else ""
-
-
 def _modules(text: str | None) -> tuple[str, ...]:
     return () if text is None else tuple(module.strip() for module in text.split("+"))
 
@@ -675,15 +621,16 @@ def _with_rest(run: Run) -> str:
 
 def _parse_run(part: str, text: str) -> tuple[LayerPolicy, int | None]:
     """A choice, and how many layers have it; None if that is not said."""
-    match = _RUN.fullmatch(part.strip())
-    if match is None:
-        raise PolicyError(
-            f"Cannot read {part.strip()!r:.80} in {text!r:.160}{_nearest(part)}: {GRAMMAR}."
-        )
-    count = None if match["count"] is None else int(match["count"])
-    if count == 0:
-        raise PolicyError(f"Count {match['count']} in {text!r}: a run has at least one layer.")
-    return LayerPolicy.parse(match["choice"]), count
+    name, star, count = part.strip().partition("*")
+    try:
+        choice = LayerPolicy.parse(name)
+    except PolicyError as error:
+        raise PolicyError(f"In {text!r:.160}: {error}") from error
+    if star and not re.fullmatch(r"\d{1,99}", count):
+        raise PolicyError(f"Cannot read {part.strip()!r:.80} in {text!r:.160}: {GRAMMAR}.")
+    if star and int(count) == 0:
+        raise PolicyError(f"Count {count} in {text!r}: a run has at least one layer.")
+    return choice, int(count) if star else None
 
 
 def _check_length(covered: int, num_layers: int, asked: str) -> None:

@@ -61,7 +61,11 @@ def contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
         )
     if "inner" in (larger.granularity, smaller.granularity) or larger.inner != smaller.inner:
         of_depth = larger.granularity == smaller.granularity and larger.inner > smaller.inner
-        return of_depth or smaller.granularity == "none" or _is_full_of(larger, smaller)
+        return (
+            of_depth
+            or smaller.granularity == "none"
+            or (larger.granularity == "full" != smaller.granularity)
+        )
     if "full" in (larger.granularity, smaller.granularity):
         return _full_contains(larger, smaller)
     return reruns(smaller) < reruns(larger)
@@ -75,10 +79,6 @@ def launches_more(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
     """
     is_one_for_several = larger.granularity == "full" and smaller.granularity == "selective"
     return contains(larger, smaller) and not is_one_for_several
-
-
-def _is_full_of(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
-    return larger.granularity == "full" and smaller.granularity != "full"
 
 
 def _full_contains(larger: LayerPolicy, smaller: LayerPolicy) -> bool:
@@ -128,7 +128,8 @@ def ordered_ms(
     """
     forward, backward = np.array(forward_ms, np.float64), np.array(backward_ms, np.float64)
     order = _order(choices, is_more)
-    least = GAP_MS * np.array(_heights(len(choices), order))
+    below = [sum(upper == position for _, upper in order) for position in range(len(choices))]
+    least = GAP_MS * np.array(below)
     shares = np.array(weights, np.float64)
     later = isotonic(backward - least, shares, order) - (backward - least)
     total = forward + backward
@@ -172,12 +173,3 @@ def _order(
 ) -> list[tuple[int, int]]:
     numbered = itertools.permutations(enumerate(choices), 2)
     return [(a, b) for (a, lower), (b, upper) in numbered if is_more(upper, lower)]
-
-
-def _heights(count: int, order: Pairs) -> list[int]:
-    """The length of the longest chain of positions below each position."""
-    below = [[lower for lower, upper in order if upper == position] for position in range(count)]
-    heights: dict[int, int] = {}
-    for position in sorted(range(count), key=lambda position: len(below[position])):
-        heights[position] = max((heights[lower] + 1 for lower in below[position]), default=0)
-    return [heights[position] for position in range(count)]

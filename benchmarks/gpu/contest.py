@@ -238,8 +238,8 @@ class Contest:
         history stay in the folder, for `megatron-autorecompute report PLAN --snapshot HISTORY`.
 
         Returns:
-            How the step was found, and planned and recorded bytes of its parts and of layers; None
-            off CUDA, where torch records nothing.
+            Planned and recorded bytes of the step's parts and of layers; None off CUDA, where torch
+            records nothing.
         """
         if not self.job.on_cuda:
             return None
@@ -261,7 +261,6 @@ class Contest:
             "policy": plan.policy.format(),
             "plan": f"{self.case.name}.plan.json",
             "history": history.name,
-            "found": step.found,
             "no_layers": step.no_layers,
             "moments": [asdict(moment) for moment in step.moments],
             "layers": [asdict(layer) for layer in step.layers],

@@ -25,7 +25,6 @@ from megatron_autorecompute.cli.output import (
     output_file,
     print_result,
     quiet_upstream,
-    refuse_ignored,
     without_effect,
 )
 from megatron_autorecompute.cli.profile_view import profile_view
@@ -195,7 +194,6 @@ def _checked_output(args: Namespace) -> Path | None:
                 "-o FILE."
             )
     output = output_file(args)
-    refuse_ignored(args)
     if args.reserve_gib is not None and args.json:
         raise without_effect("--reserve-gib", "--json", _LACKS)
     return output

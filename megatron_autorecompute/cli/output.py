@@ -41,15 +41,6 @@ def add_verbose(parser: ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="list every assumption")
 
 
-def refuse_ignored(args: Namespace) -> None:
-    """Raise OptionError for -v beside --json, or beside -o to standard output."""
-    if args.verbose and args.json:
-        output = getattr(args, "output", None)
-        to_output = output is not None and streams.is_standard_output(output)
-        beside = "-o -" if to_output else "--json"
-        raise without_effect("-v", beside, "JSON has every assumption")
-
-
 def without_effect(option: str, beside: str, why: str) -> OptionError:
     """The error for an option that would be ignored because of another."""
     return OptionError(f"{option} has no effect with {beside}: {why}. Leave one of them out.")

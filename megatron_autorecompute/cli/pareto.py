@@ -22,7 +22,6 @@ from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import may_offload
 from megatron_autorecompute.planner.search.offload import without_offload
 from megatron_autorecompute.report import terminal
-from megatron_autorecompute.report.chart import curve_svg
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
 
 STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
@@ -79,11 +78,12 @@ class ParetoCommand(Command):
             view = Group(*parts, *map(Text, said))
             print_result(args, as_json(points, strategies, apart), view)
         if args.plot:
-            from megatron_autorecompute.report.drawn import save_picture  # loads matplotlib
+            from megatron_autorecompute.report.chart import curve_chart  # loads matplotlib
+            from megatron_autorecompute.report.figures import save_picture
 
             curve = Curve(problem.profile.model.name, points, strategies)
             about = "the best policy for every budget (line), Megatron's own settings (points)"
-            save_picture(curve_svg(curve, f"{curve.title}: {about}"), args.plot)
+            save_picture(curve_chart(curve, f"{curve.title}: {about}"), args.plot)
             streams.say(f"Drawn: {args.plot}.")
 
 

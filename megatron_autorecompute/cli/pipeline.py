@@ -236,12 +236,6 @@ def _refuse_without_effect(args: Namespace, profile: Profile, layout: Layout) ->
     account = [name for name in SPLIT if name.startswith("account") and getattr(args, name)]
     if account and layout.num_stages == 1:
         raise without_effect(_flag(account[0]), "--pp 1", "one stage has all layers")
-    if args.microbatch_group_size is not None and layout.num_chunks == 1:
-        raise without_effect(
-            "--microbatch-group-size",
-            "one chunk per stage (--vp 1)",
-            "microbatches are grouped where a stage has several chunks",
-        )
     overlaps = args.overlap_moe_expert_parallel_comm
     if overlaps and profile.parallelism.expert_parallel == 1:
         raise without_effect(
@@ -249,8 +243,6 @@ def _refuse_without_effect(args: Namespace, profile: Profile, layout: Layout) ->
             "a profile of expert parallel size 1",
             "no rank exchanges tokens with another",
         )
-    if getattr(args, "search_layout", False) and layout.num_stages == 1:
-        raise without_effect("--search-layout", "--pp 1", "one stage has all layers")
 
 
 def _flag(name: str) -> str:

@@ -24,7 +24,6 @@ from megatron_autorecompute.cli.output import (
     output_file,
     print_plan,
     progress_bars,
-    refuse_ignored,
 )
 from megatron_autorecompute.cli.pipeline import MICRO_BATCH_SIZE, SPLIT, SPLIT_OF_FIELD
 from megatron_autorecompute.cli.problem import Source, add_problem, problems, read_source
@@ -79,7 +78,6 @@ class PlanCommand(Command):
     def run(self, args: Namespace) -> None:
         """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
         output = output_file(args)
-        refuse_ignored(args)
         given = {"--measured": args.measured is not None, "--lengths": bool(args.lengths)}
         unused = next((flag for flag, there in given.items() if there), None)
         if unused and not args.verify:

@@ -7,17 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Group
+from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.cli.pipeline import consecutive, known_of, shape_words
 from megatron_autorecompute.planner.cost.step_interval import is_tie
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.report.rows import Column, Rows
-from megatron_autorecompute.report.terminal import assumption_lines
+from megatron_autorecompute.report.terminal import Column, assumption_lines, rows
 from megatron_autorecompute.report.words import came_from, clocks
 from megatron_autorecompute.units import MIB, unit_for
-
-TIE = "not surely slower than a choice with less recompute"
 
 
 def profile_view(profile: Profile, verbose: bool, where: str = "") -> Group:
@@ -29,7 +27,7 @@ def profile_view(profile: Profile, verbose: bool, where: str = "") -> Group:
         where: follows the number of layers in the title.
     """
     title = f"{profile.model.name}: {profile.num_layers} layers{where}; {came_from(profile)}"
-    parts: list[Text | Rows] = [Text(title, style="bold"), *map(Text, _made_for(profile))]
+    parts: list[Text | Table] = [Text(title, style="bold"), *map(Text, _made_for(profile))]
     parts.append(_records(profile))
     if profile.stages:
         parts.append(_static(profile))
@@ -58,7 +56,7 @@ def _made_for(profile: Profile) -> Iterator[str]:
     yield "Records: " + "; ".join(f"{number} ({source})" for source, number in sources.items())
 
 
-def _records(profile: Profile) -> Rows:
+def _records(profile: Profile) -> Table:
     shown_ms = 0.005  # the least that two digits show
     apart = any(r.communication_ms >= shown_ms for kind in profile.kinds for r in kind.choices)
 
@@ -73,27 +71,27 @@ def _records(profile: Profile) -> Rows:
         (f"{len(k.layers)} {k.name}", r, is_tie(k, r)) for k in profile.kinds for r in k.choices
     ]
     norm = [("final norm", profile.final_norm, False)] if profile.final_norm else []
-    rows = [("embedding", profile.embedding, False), *named, *norm, ("head", profile.head, False)]
+    shown = [("embedding", profile.embedding, False), *named, *norm, ("head", profile.head, False)]
     columns = (
         Column("layers", lambda row: row[0], left=True),
-        Column("choice", lambda row: row[1].choice, folded=True),
-        Column("graph MiB", in_graphs, "held in CUDA graphs MiB", optional=True),
+        Column("choice", lambda row: row[1].choice, left=True),
+        Column("graph MiB", in_graphs, optional=True),
         Column("held MiB", lambda row: _mib(row[1].held_bytes)),
         Column("fwd +MiB", lambda row: _mib(row[1].forward_transient_bytes)),
         Column("bwd +MiB", lambda row: _mib(row[1].backward_transient_bytes)),
         Column("fwd ms", lambda row: f"{row[1].forward_ms:.2f}"),
         Column("bwd ms", lambda row: f"{row[1].backward_ms:.2f}"),
-        Column("comm.", communication, "of it communication ms", optional=True),
-        Column("tie", lambda row: "=" * row[2], TIE, optional=True),
+        Column("comm.", communication, optional=True),
+        Column("tie", lambda row: "=" * row[2], optional=True),
     )
-    return Rows(columns, rows)
+    return rows(columns, shown)
 
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / MIB:.0f}" if size_bytes >= 10 * MIB else f"{size_bytes / MIB:.3g}"
 
 
-def _static(profile: Profile) -> Rows:
+def _static(profile: Profile) -> Table:
     """One row for all stages with equal figures."""
     unit = unit_for(stage.static.total_bytes for stage in profile.stages)
     stages: dict[tuple[int, ...], list[int]] = {}
@@ -108,7 +106,7 @@ def _static(profile: Profile) -> Rows:
         Column("buffers", lambda row: unit.text(row[0][3])),
         Column("static", lambda row: unit.text(sum(row[0]))),
     )
-    return Rows(columns, stages.items())
+    return rows(columns, list(stages.items()))
 
 
 def _numbers(numbers: list[int]) -> str:

@@ -22,7 +22,6 @@ from megatron_autorecompute.cli.output import (
     output_file,
     print_plan,
     print_result,
-    refuse_ignored,
     shown_progress,
     without_effect,
 )
@@ -42,10 +41,8 @@ from megatron_autorecompute.policy import (
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.data import report_data
-from megatron_autorecompute.report.html import html
 from megatron_autorecompute.report.recorded import recorded_step
-from megatron_autorecompute.report.strip import strip_svg
-from megatron_autorecompute.report.trace import measured_note, trace_json
+from megatron_autorecompute.report.trace import trace_json
 
 
 class ShowCommand(Command):
@@ -77,7 +74,6 @@ class ShowCommand(Command):
         written, OptionError for a picture that would replace it, and for a picture or a translation
         of a profile.
         """
-        refuse_ignored(args)
         if args.svg and not streams.is_standard_output(args.svg):
             check_output(args, args.svg)
         text = json_records.read(args.plan, Plan.__name__)
@@ -92,13 +88,17 @@ class ShowCommand(Command):
         if args.for_hybrid:
             _print_for_hybrid(args, plan)
             return
-        if args.svg and streams.is_standard_output(args.svg):
-            if args.json:
-                raise without_effect("--json", f"--svg {args.svg}", "the picture is printed alone")
-            streams.write(strip_svg(plan))
-            return
         if args.svg:
-            json_records.write_atomically(strip_svg(plan), args.svg)
+            from megatron_autorecompute.report.strip import strip_svg  # loads matplotlib
+
+            picture = strip_svg(plan)
+            if streams.is_standard_output(args.svg):
+                if args.json:
+                    alone = "the picture is printed alone"
+                    raise without_effect("--json", f"--svg {args.svg}", alone)
+                streams.write(picture)
+                return
+            write_atomically(picture, args.svg)
             streams.say(f"Drawn: {args.svg}")
         print_plan(args, plan)
 
@@ -251,6 +251,8 @@ class ReportCommand(Command):
             raise OptionError("--stage is the stage of a snapshot: give --snapshot FILE with it.")
         if args.output is None:
             args.output = Path(os.path.splitext(args.plan)[0] + ".html")
+        from megatron_autorecompute.report.html import html  # loads matplotlib
+
         output, plan = output_file(args), Plan.load(args.plan)
         recorded = recorded_step(plan, args.snapshot, args.stage) if args.snapshot else None
         with shown_progress() as progress:
@@ -291,4 +293,3 @@ class TraceCommand(Command):
         write_atomically(gzip.compress(text.encode(), mtime=0) if compressed else text, output)
         said = f"Written: {output}. Open it in https://ui.perfetto.dev or chrome://tracing."
         print(streams.printable(said))
-        print(measured_note(plan))

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_autorecompute.errors import OptionError
@@ -34,74 +33,30 @@ OTHER_LAYERS = (
 """Fields of a config whose layers are not counted here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """How fast one step of a plan is. A figure is None where the profile lacks facts for it."""
-
-    tokens_per_s: float
-    """Tokens that one GPU trains in a second."""
-    num_gpus: int | None
-    """GPUs of the whole job. None also where replicas do not divide their number."""
-    flops_per_s: float | None
-    """Operations of the model that one GPU does in a second, without recompute."""
-    peak_flops: float | None
-    """The device's peak at the model's precision, in operations a second."""
-    precision: str
-    """Precision of the model's matrix products: bf16, fp8 or fp4."""
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilisation, from 0 to 1."""
-        if self.flops_per_s is None or self.peak_flops is None:
-            return None
-        return self.flops_per_s / self.peak_flops
-
-
-def throughput(plan: Plan) -> Throughput | None:
-    """What the plan's step time says of its speed; None if the step takes no time."""
-    shape, stages = plan.profile.parallelism, plan.layout.num_stages
-    step_s = plan.cost.step_ms / 1000
-    if not step_s:
-        return None
-    replica_gpus = shape.tensor_parallel * shape.context_parallel * stages
+def throughput_words(plan: Plan) -> str:
+    """One sentence: the bubble, and what the profile's facts allow of tokens/s, TFLOP/s and MFU."""
+    cost, profile, shape = plan.cost, plan.profile, plan.profile.parallelism
+    if not cost.step_ms:
+        return "Bubble 0.0% of the step."
+    words = [f"Bubble {cost.bubble_ms / cost.step_ms:.1%} of the step"]
+    replica_gpus = shape.tensor_parallel * shape.context_parallel * plan.layout.num_stages
     tokens = shape.micro_batch_size * plan.schedule.num_microbatches * shape.seq_length
-    tokens_per_s = tokens / step_s / replica_gpus
-    config, vocab_size, precision = _model(plan.profile)
-    flops = None
-    if config is not None and not plan.profile.model.encoder_layers:
+    tokens_per_s = tokens / (cost.step_ms / 1000) / replica_gpus  # of one GPU
+    if profile.num_gpus is None or profile.num_gpus % replica_gpus:
+        words.append(f"{tokens_per_s:,.0f} tokens/s per GPU")
+    else:
+        every = tokens_per_s * profile.num_gpus
+        words.append(f"{every:,.0f} tokens/s on {profile.num_gpus:,} GPUs")
+    config, vocab_size, precision = _model(profile)
+    if config is not None and not profile.model.encoder_layers:
         with suppress(KeyError, TypeError, ValueError):  # a config written by hand
             flops = flops_per_token(config, shape.seq_length, vocab_size) * tokens_per_s
-    num_gpus, gpu = plan.profile.num_gpus, None
-    with suppress(OptionError):
-        gpu = device(plan.profile.fingerprint.get("device", ""))
-    return Throughput(
-        tokens_per_s,
-        None if num_gpus is None or num_gpus % replica_gpus else num_gpus,
-        flops,
-        gpu.flops.get(precision) if gpu else None,
-        precision,
-    )
-
-
-def throughput_words(plan: Plan) -> str:
-    """One sentence: the bubble, and what the profile's facts allow."""
-    cost = plan.cost
-    share = cost.bubble_ms / cost.step_ms if cost.step_ms else 0.0
-    words = [f"Bubble {share:.1%} of the step"]
-    found = throughput(plan)
-    if found is None:
-        return f"{words[0]}."
-    if found.num_gpus is None:
-        words.append(f"{found.tokens_per_s:,.0f} tokens/s per GPU")
-    else:
-        every = found.tokens_per_s * found.num_gpus
-        words.append(f"{every:,.0f} tokens/s on {found.num_gpus:,} GPUs")
-    if found.flops_per_s is not None:
-        words.append(f"{found.flops_per_s / 1e12:,.0f} TFLOP/s per GPU")
-    if found.mfu is not None and found.peak_flops is not None:
-        peak = f"{found.peak_flops / 1e12:,.0f} {found.precision}"
-        words.append(f"MFU {found.mfu:.1%} (of {peak} TFLOP/s)")
-    return f"{', '.join(words)}{_modelled(plan.profile)}."
+            words.append(f"{flops / 1e12:,.0f} TFLOP/s per GPU")
+            with suppress(OptionError):  # of no device in the table
+                peak = device(profile.fingerprint.get("device", "")).flops[precision]
+                said = f"{peak / 1e12:,.0f} {precision} TFLOP/s"
+                words.append(f"MFU {flops / peak:.1%} (of {said})")
+    return f"{', '.join(words)}{_modelled(profile)}."
 
 
 def _modelled(profile: Profile) -> str:
@@ -143,7 +98,7 @@ def flops_per_token(config: Mapping[str, Any], seq_length: int, padded_vocab_siz
         padded_vocab_size: rows of the output layer over all ranks.
 
     Raises KeyError for a config without num_layers, hidden_size or num_attention_heads, or with
-    layers that are not counted: `OTHER_LAYERS`, and `D` and `+` of a hybrid pattern.
+    layers that are not counted: `OTHER_LAYERS`, and `G`, `D` and `+` of a hybrid pattern.
     """
     pattern, hidden = config.get("hybrid_layer_pattern"), config["hidden_size"]
     others = OTHER_LAYERS if pattern is None else OTHER_LAYERS[1:]
@@ -188,17 +143,6 @@ def _mamba(config: Mapping[str, Any], seq_length: int) -> float:
     heads = config.get("mamba_num_heads") or inner // config.get("mamba_head_dim", 64)
     projections = hidden * (2 * inner + 2 * groups * state + heads) + inner * hidden
     return float(projections + 3.5 * inner * state)
-
-
-def _gated_delta_net(config: Mapping[str, Any], seq_length: int) -> float:
-    """Products per token of a Gated DeltaNet layer."""
-    hidden, value_width = config["hidden_size"], config["linear_value_head_dim"]
-    keys = config["linear_key_head_dim"] * config["linear_num_key_heads"]
-    heads = config["linear_num_value_heads"]
-    values = value_width * heads
-    projections = hidden * (2 * keys + 2 * values + 2 * heads) + hidden * values
-    convolution = config["linear_conv_kernel_dim"] * (2 * keys + values)
-    return float(projections + convolution + 4 * heads * value_width**2)
 
 
 def _attention(config: Mapping[str, Any], seq_length: int) -> float:
@@ -253,6 +197,5 @@ PRODUCTS: Mapping[str, Callable[[Mapping[str, Any], int], float]] = {
     "-": _mlp,
     "E": _experts,
     "M": _mamba,
-    "G": _gated_delta_net,
 }
 """Products per token of a layer, by its symbol in a hybrid pattern."""

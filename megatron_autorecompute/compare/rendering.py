@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from matplotlib.figure import Figure
 from rich import box
 from rich.console import Group
 from rich.table import Column, Table
 from rich.text import Text
 
 from megatron_autorecompute.compare.comparison import Comparison, Family, StrategyResult
-from megatron_autorecompute.report.chart import Point, chart_svg
-from megatron_autorecompute.report.drawn import save_picture
+from megatron_autorecompute.report.chart import Point, chart
+from megatron_autorecompute.report.figures import save_picture
 from megatron_autorecompute.units import MIB
 
 _COLOUR: dict[Family, str] = {
@@ -116,14 +117,15 @@ def fits(comparison: Comparison, strategy: StrategyResult) -> str:
 
 
 def picture(comparison: Comparison, path: Path) -> None:
-    """Draw step time against the fullest stage's peak, a point per strategy, the budget a line.
+    """Draw `chart_of` to a file. Raises: ProfileError if the file cannot be written."""
+    save_picture(chart_of(comparison), path)
 
-    Raises: ProfileError if the file cannot be written.
-    """
+
+def chart_of(comparison: Comparison) -> Figure:
+    """Step time against the fullest stage's peak, a point per strategy, the budget a line."""
     timed = [strategy for strategy in comparison.strategies if strategy.step_ms]
     timed.sort(key=lambda strategy: strategy.family == "tried")  # stand behind the others
-    svg = chart_svg(list(map(_point, timed)), comparison.budget_bytes, title=_title(comparison))
-    save_picture(svg, path)
+    return chart(list(map(_point, timed)), comparison.budget_bytes, title=_title(comparison))
 
 
 def _point(strategy: StrategyResult) -> Point:

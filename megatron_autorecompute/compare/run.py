@@ -62,15 +62,6 @@ from megatron_autorecompute.units import GIB, MOST_GIB, gib
 
 WARM_UP_STEPS = 2
 LONGEST_S = 7 * 24 * 3600
-COUNTS = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "seq_length",
-    "micro_batch_size",
-    "num_microbatches",
-    "pipeline_stages",
-)
 RECORD, TABLE = "comparison.json", "comparison.md"
 PICTURE, PLAN, PAGE = "comparison.png", "plan.json", "plan.html"
 FILES = (RECORD, TABLE, PICTURE, PLAN, PAGE)
@@ -102,9 +93,9 @@ class Settings:
     def __post_init__(self) -> None:
         """Raises OptionError for settings with which no comparison can run."""
         shape = self.shape
-        for options, names in ((shape, COUNTS), (self, ("rounds", "tries"))):
-            for name in names:
-                if getattr(options, name) < 1:
+        for options in (shape, self):
+            for name, value in asdict(options).items():
+                if type(value) is int and name != "seed" and value < 1:
                     raise _refused(options, name, "it must be at least 1")
         _check_layers(shape)
         if shape.hidden_size % shape.num_attention_heads:
@@ -203,8 +194,6 @@ def run(settings: Settings, console: Console) -> Comparison:
         AutorecomputeError: a rank raised it; finished results are in the output folder.
     """
     check_length(read_text(Path(settings.text or __file__)), settings.shape)
-    whole = Path(settings.output)
-    new = [path for path in (whole, *whole.parents) if not path.exists()]
     folder = _folder(settings)
     _check_memory(settings.shape.pipeline_stages)
     comparison = Comparison(budget_bytes=None)
@@ -238,9 +227,6 @@ def run(settings: Settings, console: Console) -> Comparison:
         with suppress(AutorecomputeError):  # the first error is the one to tell
             write_report(comparison, folder)
         if isinstance(error, KeyboardInterrupt):
-            for path in new:
-                with suppress(OSError):  # it has what was finished
-                    path.rmdir()
             done = "what was finished is in the output folder"
             nothing = f"nothing was finished; {folder} is as it was"
             raise KeyboardInterrupt(f"{done if comparison.rows() else nothing}.") from None
@@ -496,8 +482,6 @@ class Contest:
                 fitting[name] = result = self._timed(result, self.settings.tries)
                 policies[name] = policy
             self._note(result)
-        for module, reason in self.job.left_out().items():
-            self._pass_over(f"selective with {module}", reason)
         if not fitting:  # which the table says
             self.tell(self.comparison)
             return

@@ -1,71 +1,32 @@
-"""Step time over memory as SVG: axes, the budget, points and their names; and a plan's curve."""
+"""Step time over memory: axes, the budget, points and their names; and a plan's curve."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint
 from megatron_autorecompute.report.data import Curve
+from megatron_autorecompute.report.figures import POINTS
 from megatron_autorecompute.report.terminal import unbeaten
-from megatron_autorecompute.report.words import duration, size, template
+from megatron_autorecompute.report.words import duration, size
 from megatron_autorecompute.units import GIB, MIB
 
 MOST_SAID = 300
 """Characters of a policy that are said of a step."""
-_DISTANCES = (7, 14, 24)
-"""Pixels between a point and its name."""
-_SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (-1, -1), (1, 1), (-1, 1))
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangle; x and y are its corner with the smallest coordinates."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-
-    def overlaps(self, other: Box) -> bool:
-        """Whether two boxes share more than an edge."""
-        wide = min(self.x + self.width, other.x + other.width) - max(self.x, other.x)
-        high = min(self.y + self.height, other.y + other.height) - max(self.y, other.y)
-        return wide > 0 and high > 0
-
-    def within(self, other: Box) -> bool:
-        """Whether it lies completely in another box."""
-        return (
-            other.x <= self.x
-            and other.y <= self.y
-            and self.x + self.width <= other.x + other.width
-            and self.y + self.height <= other.y + other.height
-        )
-
-
-def beside(
-    point: tuple[float, float], extent: tuple[float, float], inside: Box, taken: Sequence[Box]
-) -> Box | None:
-    """The nearest box of this width and height at a point that is on nothing taken, to the right
-    where several are as near; None if there is none."""
-    possible = (box for box in _around(point, extent) if box.within(inside))
-    return next((b for b in possible if not any(b.overlaps(other) for other in taken)), None)
-
-
-def _around(point: tuple[float, float], extent: tuple[float, float]) -> Iterator[Box]:
-    (x, y), (width, height) = point, extent
-    for distance in _DISTANCES:
-        for right, down in _SIDES:
-            left = x + right * distance - (width if right < 0 else width / 2 if not right else 0)
-            top = y + down * distance - (height if down < 0 else height / 2 if not down else 0)
-            yield Box(left, top, width, height)
-
-
-FRAME = Box(62, 14, 1096, 270)
 INK, QUIET = "#1c2024", "#5d666f"
+WIDTH, HEIGHT = 1180, 330
+"""Points of the picture."""
+SMALL = 11
+_DISTANCES = (7, 14, 24)
+"""Points between a point of the picture and its name."""
+_SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +35,14 @@ class Point:
 
     size_bytes: int
     time_ms: float
-    tip: str = ""
-    """What a page says where it is pointed at."""
-    kind: str = ""
+    tip: str
+    """What is said where it is pointed at."""
+    kind: str = "step"
     """Its class in a page's style sheet."""
-    ink: str = ""
+    ink: str = "#0072b2"
     """Its colour."""
-    radius: int = 4
-    """In pixels."""
+    radius: int = 3
+    """In points."""
     hollow: bool = False
     """Whether it is a ring."""
     name: str = ""
@@ -94,51 +55,13 @@ class Point:
     """The length of the bar that it is the middle of; None: it has none."""
 
 
-class Placed(NamedTuple):
-    """A point's place, in pixels."""
-
-    x: float
-    y: float
-    point: Point
-    reach: float | None = None
-    """Half the length of its bar."""
-
-    @property
-    def box(self) -> Box:
-        """What it covers."""
-        reach = self.reach or 0
-        return Box(self.x - 4, self.y - reach - 4, 8, 2 * reach + 8)
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """Values from `low` to `high`, on pixels from `begin` on."""
-
-    low: float
-    high: float
-    begin: float
-    length: float
-    """In pixels; negative for an axis that goes up."""
-
-    @classmethod
-    def around(cls, values: Sequence[float], margin: float, begin: float, length: float) -> _Axis:
-        """An axis that holds all values, and beside them this share of their distance."""
-        wide = max(values) - min(values) or max(values)
-        low, high = max(0, min(values) - margin * wide), max(values) + margin * wide
-        return cls(low, high, begin, length)
-
-    def at(self, value: float) -> float:
-        """The place of a value, in pixels."""
-        return round(self.begin + (value - self.low) / (self.high - self.low) * self.length, 1)
-
-
-def chart_svg(
+def chart(
     points: Sequence[Point],
     budget_bytes: int | None,
     line: Sequence[Point] = (),
     title: str = "",
-) -> str:
-    """The picture; a page may style its classes otherwise, and show `data-tip` on hover.
+) -> Figure:
+    """The picture; a page may style its classes otherwise.
 
     Args:
         points: those whose names matter most first.
@@ -149,87 +72,106 @@ def chart_svg(
     every = [*points, *line]
     sizes = [p.size_bytes for p in every] + ([budget_bytes] if budget_bytes else [])
     times = [p.time_ms + way * (p.spread_ms or 0) / 2 for p in every for way in (-1, 1)]
-    across = _Axis.around(sizes or [0, GIB], 0.06, FRAME.x, FRAME.width)
-    up = _Axis.around(times or [0, 1000], 0.1, FRAME.y + FRAME.height, -FRAME.height)
+    (left, right), (low, high) = _around(sizes or [0, GIB], 0.06), _around(times or [0, 1000], 0.1)
+    unit, name = (GIB, "GiB") if right > 2 * GIB else (MIB, "MiB")
+    scale, time = (1000, "s") if high >= 2000 else (1, "ms")
+    figure = Figure(figsize=(WIDTH / POINTS, HEIGHT / POINTS), dpi=POINTS)
+    axes = figure.add_axes((0.053, 0.14, 0.929, 0.818), facecolor="none")
+    axes.set(xlim=(left / unit, right / unit), ylim=(low / scale, high / scale))
+    _grid(axes, f"{name} of the fullest stage", time)
+    axes.text(0, 1.01, title, transform=axes.transAxes, color=INK, size=SMALL)
+    taken: list[Bbox] = []
 
-    def placed(point: Point) -> Placed:
-        reach = point.spread_ms and point.spread_ms / (up.high - up.low) * FRAME.height / 2
-        return Placed(across.at(point.size_bytes), up.at(point.time_ms), point, reach)
+    def draw(point: Point) -> None:
+        reach = (point.spread_ms or 0) / 2 / scale
+        x, y = point.size_bytes / unit, point.time_ms / scale
+        if reach:
+            axes.vlines(x, y - reach, y + reach, color=point.ink, lw=1)
+        face = "none" if point.hollow else point.ink
+        area, mark = (2 * point.radius) ** 2, f"@{point.kind}: {point.tip}"
+        axes.scatter(x, y, area, face, edgecolor=point.ink, lw=1, gid=mark, zorder=3, clip_on=False)
+        taken.append(_covered(axes, (x, y - reach), (x, y + reach)).padded(4))
 
-    places, steps = list(map(placed, points)), list(map(placed, line))
-    ends = [*(step.x for step in steps), FRAME.x + FRAME.width][1:]
-    levels = [Box(s.x, s.y - 2, end - s.x, 4) for s, end in zip(steps, ends, strict=True)]
-    taken = [*(each.box for each in (*steps, *places)), *levels]
-    budget_x, named = None, list(places)
+    if line:
+        _line(axes, [(p.size_bytes / unit, p.time_ms / scale) for p in line], taken)
+    for point in [*line, *reversed(points)]:
+        draw(point)
+    named = [((p.size_bytes / unit, p.time_ms / scale), p) for p in points]
     if budget_bytes:
-        budget_x = across.at(budget_bytes)
-        taken.append(Box(budget_x - 1, FRAME.y, 2, FRAME.height))
-        label = Point(budget_bytes, 0, name=f"budget {size(budget_bytes)}")
-        named.insert(1, Placed(budget_x, FRAME.y + 10, label))
-    unit, seconds = GIB if across.high > 2 * GIB else MIB, up.high >= 2000
-    return template("chart.svg").render(
-        frame=FRAME,
-        ink=INK,
-        quiet=QUIET,
-        sizes=[
-            (across.at(at * unit), f"{at:g}")
-            for at in ticks(across.low / unit, across.high / unit, 10)
-        ],
-        times=[
-            (up.at(at), f"{at / 1000:g} s" if seconds else f"{at:g} ms")
-            for at in ticks(up.low, up.high, 6)
-        ],
-        unit="GiB" if unit == GIB else "MiB",
-        budget_x=budget_x,
-        steps=steps,
-        points=places,
-        names=list(_names(named, taken)),
-        title=title,
-    )
+        x, top = budget_bytes / unit, high / scale
+        axes.vlines(x, *axes.get_ylim(), color=INK, ls=(0, (5, 4)), lw=1, gid="@budget")
+        taken.append(_covered(axes, (x, low / scale), (x, top)).padded(1))
+        label = Point(budget_bytes, 0, "", name=f"budget {size(budget_bytes)}")
+        named.insert(1, ((x, top - 0.04 * (high - low) / scale), label))
+    for at, point in named:
+        _name(axes, at, point, taken)
+    return figure
 
 
-def _names(places: Sequence[Placed], taken: list[Box]) -> Iterator[tuple[float, float, Point]]:
-    """Where names stand, beside their points; one that finds no free place is left out."""
-    taken += [Box(each.x - 4, each.y - 4, 8, 8) for each in places]
-    for each in places:
-        extent = 6.4 * len(each.point.name), 13.0
-        box = beside((each.x, each.y), extent, FRAME, taken)
-        if box is not None:
+def _around(values: Sequence[float], margin: float) -> tuple[float, float]:
+    """Limits that hold all values, and beside them this share of their distance."""
+    wide = max(values) - min(values) or max(values)
+    return max(0, min(values) - margin * wide), max(values) + margin * wide
+
+
+def _grid(axes: Axes, size_label: str, time: str) -> None:
+    axes.spines[:].set_visible(False)
+    axes.locator_params("x", nbins=10)
+    axes.locator_params("y", nbins=6)
+    axes.set_xlabel(size_label, color=QUIET, size=SMALL)
+    axes.yaxis.set_major_formatter(f"{{x:g}} {time}")
+    axes.tick_params(length=0, labelsize=SMALL, labelcolor=QUIET)
+    axes.grid(color="#d9dee3", lw=1, gid="@axis", clip_on=False)
+
+
+def _line(axes: Axes, places: Sequence[tuple[float, float]], taken: list[Bbox]) -> None:
+    """The line as steps: a plan is best for all budgets up to the next faster plan's."""
+    (left, right), (first, _) = axes.get_xlim(), places[0]
+    axes.axvspan(left, first, color="#e6e9ec", lw=0, zorder=0, gid="@no-fit", clip_on=False)
+    if first - left > 0.065 * (right - left):
+        axes.text(0.005, 0.03, "no policy fits", transform=axes.transAxes, color=QUIET, size=SMALL)
+    xs, ys = map(list, zip(*places, (right, places[-1][1]), strict=True))
+    axes.step(xs, ys, where="post", color="#0072b2", lw=2, gid="@line", clip_on=False)
+    levels = zip(xs, ys, xs[1:], strict=False)
+    taken += [_covered(axes, (x, y), (end, y)).padded(0, 2) for x, y, end in levels]
+
+
+def _covered(axes: Axes, first: tuple[float, float], second: tuple[float, float]) -> Bbox:
+    return Bbox(axes.transData.transform([first, second]))
+
+
+def _name(axes: Axes, at: tuple[float, float], point: Point, taken: list[Bbox]) -> None:
+    """Write a point's name in the nearest free place beside it, to the right where several are as
+    near; not at all where there is none."""
+    text = axes.annotate(point.name, at, (0, 0), textcoords="offset points", size=SMALL)
+    text.set(color=point.colour, weight="bold" if point.strong else "normal")
+    if point.strong:
+        text.set_gid("@strong")
+    for distance, (right, up) in itertools.product(_DISTANCES, _SIDES):
+        text.set(position=(right * distance, up * distance))
+        text.set(ha=("center", "left", "right")[right], va=("center", "bottom", "top")[up])
+        box = text.get_window_extent()
+        inside = axes.bbox.contains(*box.min) and axes.bbox.contains(*box.max)
+        if inside and not any(box.overlaps(other) for other in taken):
             taken.append(box)
-            yield box.x, box.y + 10, each.point
-
-
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """About `about` round numbers within an interval."""
-    least = (high - low) / about
-    power = 10 ** math.floor(math.log10(least))
-    step = next(f * power for f in (1, 2, 5, 10) if f * power >= least)
-    first = math.ceil(low / step)
-    return [i * step for i in range(first, math.floor(high / step) + 1)]
+            return
+    text.remove()
 
 
 def named(curve: Curve) -> list[ManualResult]:
-    """The strategies, those first whose names matter most: the best that fits, both ends, and those
-    that no other beats."""
-    if not curve.strategies:
-        return []
-    fitting = [s for s in curve.strategies if s.fits]
-    ends = (
-        min(fitting, key=lambda s: s.step_ms, default=None),
-        min(curve.strategies, key=lambda s: s.step_ms),
-        min(curve.strategies, key=lambda s: s.peak_high_bytes),
-        next((s for s in curve.strategies if s.name == "megatron:selective[core_attn]"), None),
-    )
-    first = [s for s in ends if s is not None]
-    return list(dict.fromkeys([*first, *unbeaten(curve.strategies), *curve.strategies]))
+    """The strategies, those first whose names matter most: the best that fits, and those that no
+    other beats."""
+    fastest = unbeaten(own for own in curve.strategies if own.fits)[::-1]
+    others = unbeaten(curve.strategies)[::-1]
+    return list(dict.fromkeys([*fastest[:1], *others, *curve.strategies]))
 
 
-def curve_svg(curve: Curve, title: str = "") -> str:
+def curve_chart(curve: Curve, title: str = "") -> Figure:
     """The curve of a plan, with Megatron's own settings."""
     plan = [_plan(curve.plan)] if curve.plan else []
     points = [*plan, *map(_strategy, named(curve))]
     line = map(_step, sorted(curve.points, key=lambda p: p.budget_bytes))
-    return chart_svg(points, curve.budget_bytes, list(line), title)
+    return chart(points, curve.budget_bytes, list(line), title)
 
 
 def _step(point: CurvePoint) -> Point:
@@ -242,9 +184,9 @@ def _step(point: CurvePoint) -> Point:
 def _strategy(own: ManualResult) -> Point:
     over = "" if own.fits else ": does not fit"
     tip = f"{own.name}{over}\n{duration(own.step_ms)}, {size(own.peak_high_bytes)}"
-    kind, name = "manual" if own.fits else "over", own.name.removeprefix("megatron:")
-    hollow = not own.fits
-    return Point(own.peak_high_bytes, own.step_ms, tip, kind, "#9aa4ad", hollow=hollow, name=name)
+    at, kind = (own.peak_high_bytes, own.step_ms), "manual" if own.fits else "over"
+    name = own.name.removeprefix("megatron:")
+    return Point(*at, tip, kind, "#9aa4ad", 4, hollow=not own.fits, name=name)
 
 
 def _plan(own: CurvePoint) -> Point:

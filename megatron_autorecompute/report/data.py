@@ -41,16 +41,6 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Paste:
-    """A text to paste into a launch."""
-
-    where: str
-    """The place to paste it."""
-    text: str
-    """The text itself."""
-
-
-@dataclass(frozen=True, slots=True)
 class ReportData:
     """What the report of one plan shows."""
 
@@ -62,8 +52,8 @@ class ReportData:
     """The other choices of each layer."""
     curve: Curve
     """Time against budget, with Megatron's own settings."""
-    pastes: tuple[Paste, ...]
-    """What to paste, the most likely first."""
+    pastes: dict[str, str]
+    """Texts to paste into a launch, and the place of each; the most likely first."""
     recorded: RecordedStep | None = None
     """A step of one stage as torch recorded it."""
     speed: str = ""
@@ -78,7 +68,7 @@ def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> Re
         timeline(plan),
         tuple(_others(plan, problem, lambda share: progress("Other choices", share))),
         _curve(plan, problem, progress),
-        tuple(_pastes(plan)),
+        _pastes(plan),
     )
 
 
@@ -110,32 +100,18 @@ def best_points(
     known: Iterable[CurvePoint] = (),
     num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
-    """The best policies for some budgets, largest first: for evenly spaced ones, and for what a
-    strategy needs that is faster than these within its bytes. `pareto` solves them quickly; the
-    step of a plan is searched further."""
-    even = pareto(problem, num_points, lambda share: progress(0.8 * share))
-    points = {own.budget_bytes: own for own in (*even, *known)}
-    faster = [
-        strategy.peak_high_bytes
-        for strategy in unbeaten(strategies)
-        if strategy.peak_high_bytes >= even[-1].budget_bytes
-        and strategy.step_ms
-        < min(p.step_ms for p in points.values() if p.budget_bytes <= strategy.peak_high_bytes)
-    ]
-    if faster:
-        more = pareto(problem, 1, lambda share: progress(0.8 + 0.2 * share), faster)
-        points = {own.budget_bytes: own for own in more} | points
-    return tuple(_never_slower(sorted(points.values(), key=lambda point: point.budget_bytes)))
-
-
-def _never_slower(points: Iterable[CurvePoint]) -> list[CurvePoint]:
-    """Points, largest budget first, in which a larger budget is never slower than a smaller one."""
+    """The best policies for some budgets, largest first: for evenly spaced ones, and for what the
+    unbeaten strategies need. `pareto` solves them quickly; the step of a plan is searched further.
+    A larger budget is never slower than a smaller one."""
+    also = [strategy.peak_high_bytes for strategy in unbeaten(strategies)]
+    solved = pareto(problem, num_points, progress, also)
+    points = {own.budget_bytes: own for own in (*solved, *known)}
     found: list[CurvePoint] = []
-    for point in points:
+    for _, point in sorted(points.items()):
         if found and found[-1].step_ms < point.step_ms:
             point = replace(found[-1], budget_bytes=point.budget_bytes)
         found.append(point)
-    return found[::-1]
+    return tuple(found[::-1])
 
 
 def strategies_of(
@@ -153,17 +129,15 @@ def strategies_of(
     return tuple(found)
 
 
-def _pastes(plan: Plan) -> Iterator[Paste]:
+def _pastes(plan: Plan) -> dict[str, str]:
     """Texts to paste: first for the form the job was described in, then for other forms."""
     forms = [job_lines(plan), pretrain_lines(plan, None), bridge_lines(plan, None)]
     if WHOLE not in plan.policy.layers:
         forms.append(["Run in Python:", *_python_lines(plan)])
-    pasted: set[str] = set()
+    places = dict[str, str]()
     for where, *lines in filter(None, forms):
-        text = "\n".join(lines)
-        if text not in pasted:
-            yield Paste(where.rstrip(":"), text)
-        pasted.add(text)
+        places.setdefault("\n".join(lines), where.rstrip(":"))
+    return places
 
 
 def _python_lines(plan: Plan) -> tuple[str, ...]:

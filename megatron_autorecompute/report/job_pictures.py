@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import ChoiceRecord
-from megatron_autorecompute.report.drawn import DPI, Image, drawn, pixels
-from megatron_autorecompute.report.strip import strip_svg
+from megatron_autorecompute.report.figures import DPI, Image, pixels
+from megatron_autorecompute.report.strip import strip
 from megatron_autorecompute.report.timeline import StageTimeline, timeline
-from megatron_autorecompute.report.words import duration, size
+from megatron_autorecompute.report.words import by_room, duration, size
 from megatron_autorecompute.units import GIB, MIB
 
 MOST_LANES = 8
@@ -26,7 +26,7 @@ MOST_LANES = 8
 
 def policy_image(plan: Plan) -> Image:
     """What every layer recomputes: a row per stage, a cell per layer, darker where it is more."""
-    return pixels(drawn(strip_svg(plan)))
+    return pixels(strip(plan))
 
 
 def memory_image(plan: Plan, measured_bytes: Sequence[int] | None) -> Image:
@@ -34,24 +34,16 @@ def memory_image(plan: Plan, measured_bytes: Sequence[int] | None) -> Image:
 
     measured_bytes: peak of every stage in a step under the plan; None if none was read.
     """
-    room = [
-        budget - cost.peak_high_bytes
-        for budget, cost in zip(plan.budget_bytes, plan.cost.stages, strict=True)
-    ]
-    shown = sorted(sorted(range(len(room)), key=room.__getitem__)[:MOST_LANES])
-    step = timeline(plan)
+    stages, step = by_room(plan), timeline(plan)
+    shown = sorted(stages[:MOST_LANES])
     figure = Figure(figsize=(10.5, 0.8 + 1.15 * len(shown)), dpi=DPI, layout="constrained")
     lanes = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
     for axes, stage in zip(lanes, shown, strict=True):
         _lane(axes, step.stages[stage], None if measured_bytes is None else measured_bytes[stage])
     lanes[-1].set_xlim(0, step.step_ms)
     lanes[-1].set_xlabel("ms since the step began", fontsize=8)
-    left_out = (
-        f"; of {len(room)} stages those with the least room" if len(shown) < len(room) else ""
-    )
-    figure.suptitle(
-        f"{plan.profile.model.name}: predicted memory over the step{left_out}", fontsize=9
-    )
+    of = f"; of {len(stages)} stages those with the least room" * (shown != sorted(stages))
+    figure.suptitle(f"{plan.profile.model.name}: predicted memory over the step{of}", fontsize=9)
     handles, labels = lanes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=8, frameon=False)
     return pixels(figure)

@@ -3,8 +3,7 @@
 A history can have any number of steps. The stacks of its allocations show which part is a step, and
 which forward or backward each piece of it is: Megatron's `forward_step` and `backward_step`, and
 the optimizer's files. torch runs most of a backward in a thread of its own that has no Python
-stack, so allocations without a stack belong to a backward. Without such stacks only the curve is
-shown.
+stack, so allocations without a stack belong to a backward.
 """
 
 from __future__ import annotations
@@ -19,16 +18,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_autorecompute.errors import OptionError
+from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.unit_costs import CostTable, Unit
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.snapshot import Frames, History, read_history
-from megatron_autorecompute.report.timeline import (
-    StageTimeline,
-    Timeline,
-    timeline,
-)
+from megatron_autorecompute.report.snapshot import RECORD, Frames, History, read_history
+from megatron_autorecompute.report.timeline import StageTimeline, timeline
 
 MOST_POINTS = 4000
 """The most points of the curve. Of more, the highest in each of so many equal times is kept."""
@@ -38,7 +33,6 @@ BACKWARD_CALLS = {"backward", "backward_step", "_engine_run_backward"}
 LAYER_FILE = "transformer_layer.py"
 OPTIMIZERS = {"optim", "optimizer", "optimizers"}
 """Folders of torch's, Megatron's, Apex's and Transformer Engine's optimizers."""
-NO_STACKS = "no allocation has a stack with Megatron's forward_step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +60,6 @@ class RecordedStep:
     """The stage that the step is compared with."""
     source: str
     """The file with the history."""
-    found: str
-    """A sentence: how the step was found in the history."""
     at_ms: NDArray[np.float64]
     """Times of the curve's points, in ms since the planned step began."""
     level_bytes: NDArray[np.int64]
@@ -89,13 +81,29 @@ def recorded_step(plan: Plan, path: str | Path, stage: int | None = None) -> Rec
         stage: the stage of the process that wrote it; None: by the rank in the file's name.
 
     Raises:
-        ProfileError: the file is no snapshot with a history, or is damaged.
+        ProfileError: the file is no snapshot with a history, is damaged, or its stacks do not show
+            the stage's forwards and backwards as planned.
         OptionError: there is no such stage, or the file's name does not tell which one it is.
     """
     number = _stage(plan, Path(path).name, stage)
-    history = read_history(path)
-    step = timeline(plan)
-    return _by_stacks(plan, step, history, number) or _by_shape(step, history, number)
+    history, step = read_history(path), timeline(plan)
+    own, (kinds, places) = step.stages[number], _said(history)
+    pieces, optimizer = _pieces(_runs(history, kinds), own, history.source)
+    marks = _marks(history, own, pieces)
+    end = pieces[-1].end
+    if optimizer is not None:
+        end = optimizer.end
+        times = history.time_us[[optimizer.begin, end - 1]]
+        marks += zip(times, (step.step_ms, step.step_ms * (1 + OPTIMIZER_SHARE)), strict=True)
+    layers, why = _layers(plan, history, places, own, pieces)
+    return RecordedStep(
+        number,
+        history.source,
+        *_curve(history, pieces[0].begin, end, marks),
+        tuple(_moments(history, own, pieces, optimizer)),
+        layers,
+        why,
+    )
 
 
 # --- which stage ----------------------------------------------------------------------------------
@@ -108,24 +116,14 @@ def _stage(plan: Plan, name: str, asked: int | None) -> int:
             raise OptionError(f"--stage {asked}: the plan has stages 0 to {stages - 1}.")
         return asked
     rank = re.search(r"rank[-_]?(\d+)", name)
-    found = 0 if stages == 1 else _stage_of_rank(plan, int(rank[1])) if rank else None
-    if found is None:
-        said = f"rank {rank[1]}" if rank else "no rank"
-        raise OptionError(
-            f"{name} names {said}, which does not tell the pipeline stage: give --stage 0 to "
-            f"{stages - 1}."
-        )
-    return found
-
-
-def _stage_of_rank(plan: Plan, rank: int) -> int | None:
-    """The stage of a rank of the job that was measured; without one, of the first ranks only: the
-    ranks of one tensor-parallel group always follow each other."""
-    measured = plan.profile.measured_step
-    ranks = {one.rank: one.stage for one in measured.ranks} if measured else {}
-    if rank in ranks and max(ranks.values()) == plan.layout.num_stages - 1:
-        return ranks[rank]
-    return 0 if rank < plan.profile.parallelism.tensor_parallel else None
+    # Ranks of one tensor-parallel group follow each other: the first are of the first stage.
+    if stages == 1 or (rank and int(rank[1]) < plan.profile.parallelism.tensor_parallel):
+        return 0
+    said = f"rank {rank[1]}" if rank else "no rank"
+    raise OptionError(
+        f"{name} names {said}, which does not tell the pipeline stage: give --stage 0 to "
+        f"{stages - 1}."
+    )
 
 
 # --- the step in the history ----------------------------------------------------------------------
@@ -147,22 +145,22 @@ class _Run:
     """The last of them."""
 
 
-class _Stacks:
-    """What the stacks of a history say; every stack is looked at once."""
+Places = Sequence[tuple[int, ...]]
+"""Of each event: the lines of Megatron's layer on its stack, outermost first; empty outside."""
 
-    def __init__(self, history: History) -> None:
-        found = {id(frames): frames for frames in history.frames}
-        said = {
-            one: (
-                _kind(frames),
-                tuple(f.line for f in frames[::-1] if f.filename.endswith(LAYER_FILE)),
-            )
-            for one, frames in found.items()
-        }
-        self.kinds = [said[id(frames)][0] for frames in history.frames]
-        """What each event belongs to; meaningless for frees."""
-        self.places = [said[id(frames)][1] for frames in history.frames]
-        """The lines of Megatron's layer on each stack, outermost first; empty outside of one."""
+
+def _said(history: History) -> tuple[list[str], Places]:
+    """What the stacks say of each event: what it belongs to (meaningless for frees), and its place
+    in a layer. Every stack is looked at once."""
+    said = {
+        id(frames): (
+            _kind(frames),
+            tuple(f.line for f in frames[::-1] if f.filename.endswith(LAYER_FILE)),
+        )
+        for frames in {id(frames): frames for frames in history.frames}.values()
+    }
+    kinds, places = zip(*(said[id(frames)] for frames in history.frames), strict=True)
+    return list(kinds), places
 
 
 def _kind(frames: Frames) -> str:
@@ -178,10 +176,10 @@ def _kind(frames: Frames) -> str:
     return "" if folders.isdisjoint(OPTIMIZERS) else "optimizer"
 
 
-def _runs(history: History, stacks: _Stacks) -> list[_Run]:
+def _runs(history: History, kinds: Sequence[str]) -> list[_Run]:
     begins: list[tuple[str, int]] = []
     for event in np.flatnonzero(history.change_bytes > 0).tolist():
-        kind = stacks.kinds[event]
+        kind = kinds[event]
         if kind and (not begins or begins[-1][0] != kind):
             begins.append((kind, event))
     ends = [begin for _, begin in begins[1:]] + [len(history.frames)]
@@ -197,52 +195,28 @@ def _planned_runs(stage: StageTimeline) -> list[tuple[str, int, int]]:
     return found
 
 
-def _pieces(runs: Sequence[_Run], stage: StageTimeline) -> tuple[list[_Run], _Run | None] | None:
+def _pieces(
+    runs: Sequence[_Run], stage: StageTimeline, source: str
+) -> tuple[list[_Run], _Run | None]:
     """The last whole step: its forwards and backwards as planned, and its optimizer if recorded."""
     planned = _planned_runs(stage)
-    found = []
-    for at in range(len(runs)):
-        own = runs[at : at + len(planned)]
-        before = runs[at - 1].kind if at else "optimizer"
-        if before != "optimizer" or [run.kind for run in own] != [kind for kind, _, _ in planned]:
-            continue
-        after = runs[at + len(planned)] if at + len(planned) < len(runs) else None
-        if after is None or after.kind == "optimizer":
-            pairs = zip(own, planned, strict=True)
-            pieces = [replace(run, first=first, last=last) for run, (_, first, last) in pairs]
-            found.append((pieces, after))
-    whole = [step for step in found if step[1] is not None] or found
-    return whole[-1] if whole else None
+    kinds = "".join(run.kind[0] for run in runs)  # f, b and o
+    wanted = "".join(kind[0] for kind, _, _ in planned)
+    found = re.finditer(rf"(?<![fb])(?={wanted}(o|$))", kinds)
+    whole = max(((bool(one[1]), one.start()) for one in found), default=None)
+    if whole is None:
+        raise ProfileError(
+            f"{source}: the stacks of allocations show no whole step as stage {stage.stage} has it "
+            f"in the plan. Call {RECORD}, with its default stacks, and give the stage's snapshot."
+        )
+    has_optimizer, at = whole
+    after = at + len(planned)
+    pairs = zip(runs[at:after], planned, strict=True)
+    pieces = [replace(run, first=first, last=last) for run, (_, first, last) in pairs]
+    return pieces, runs[after] if has_optimizer else None
 
 
-# --- with stacks ----------------------------------------------------------------------------------
-
-
-def _by_stacks(plan: Plan, step: Timeline, history: History, number: int) -> RecordedStep | None:
-    """The step by its stacks; None if they do not show the plan's forwards and backwards."""
-    stage = step.stages[number]
-    stacks = _Stacks(history)
-    found = _pieces(_runs(history, stacks), stage)
-    if found is None:
-        return None
-    pieces, optimizer = found
-    marks = _marks(history, stage, pieces)
-    end = pieces[-1].end
-    if optimizer is not None:
-        end = optimizer.end
-        times = history.time_us[[optimizer.begin, end - 1]]
-        marks += zip(times, (step.step_ms, step.step_ms * (1 + OPTIMIZER_SHARE)), strict=True)
-    layers, why = _layers(plan, history, stacks, stage, pieces)
-    return RecordedStep(
-        number,
-        history.source,
-        "The last whole step of the history, found by Megatron's calls in the stacks of "
-        "allocations; each forward and backward is drawn where the plan has it.",
-        *_curve(history, pieces[0].begin, end, marks),
-        tuple(_moments(history, stage, pieces, optimizer)),
-        layers,
-        why,
-    )
+# --- beside the plan ------------------------------------------------------------------------------
 
 
 def _marks(
@@ -300,7 +274,7 @@ def _piece_name(stage: StageTimeline, piece: _Run) -> str:
 def _layers(
     plan: Plan,
     history: History,
-    stacks: _Stacks,
+    places: Places,
     stage: StageTimeline,
     pieces: Sequence[_Run],
 ) -> tuple[tuple[Difference, ...], str]:
@@ -314,7 +288,7 @@ def _layers(
     for piece in pieces:
         if piece.kind == "backward":
             continue
-        starts = _layer_starts(stacks, piece)
+        starts = _layer_starts(places, piece)
         events = range(piece.first, piece.last + 1)
         expected = [(e, layer) for e in events for layer in chunks[stage.chunk[e]].layers]
         if len(starts) != len(expected):
@@ -322,16 +296,16 @@ def _layers(
                 f"The stacks of the {_piece_name(stage, piece)} show {len(starts)} layers where "
                 f"the plan has {len(expected)}, so bytes are not shown by layer."
             )
-        kept |= dict(_kept(history, stacks, piece, starts, expected))
+        kept |= dict(_kept(history, places, piece, starts, expected))
     return tuple(_by_unit(plan, stage, kept)), ""
 
 
-def _layer_starts(stacks: _Stacks, run: _Run) -> list[int]:
+def _layer_starts(places: Places, run: _Run) -> list[int]:
     """The events that begin a layer's forward."""
     starts: list[int] = []
     before: tuple[int, ...] = ()
     for event in range(run.begin, run.end):
-        place = stacks.places[event]
+        place = places[event]
         if place:
             if not before or place < before:
                 starts.append(event)
@@ -341,7 +315,7 @@ def _layer_starts(stacks: _Stacks, run: _Run) -> list[int]:
 
 def _kept(
     history: History,
-    stacks: _Stacks,
+    places: Places,
     run: _Run,
     starts: Sequence[int],
     expected: Sequence[tuple[int, int]],
@@ -352,7 +326,7 @@ def _kept(
         end = starts[place + 1] if place + 1 < len(starts) else run.end
         later = (starts[i] for i in range(place + 1, len(starts)) if expected[i][0] != event)
         over = next(later, run.end)
-        own = [e for e in range(begin, end) if history.freed_at[e] >= over and stacks.places[e]]
+        own = [e for e in range(begin, end) if history.freed_at[e] >= over and places[e]]
         yield (event, layer), int(history.change_bytes[own].sum())
 
 
@@ -386,68 +360,3 @@ def _made_and_kept(plan: Plan, chunk: Chunk, units: Sequence[Unit]) -> list[int]
         unit.held_bytes + plan.profile.boundary_bytes * (behind - own)
         for unit, own, behind in zip(units, keeps, after, strict=True)
     ]
-
-
-# --- without stacks -------------------------------------------------------------------------------
-
-
-def _by_shape(step: Timeline, history: History, number: int) -> RecordedStep:
-    """The last events that repeat those before them; if none do, the whole history."""
-    count = len(history.time_us)
-    length = _period(history.change_bytes)
-    length *= _reaches_the_top(history, length)
-    shown = length or count
-    has_stacks = "forward" in _Stacks(history).kinds
-    why = f"the stacks show no whole step as stage {number} has it in the plan"
-    found = (
-        f"Only the curve is shown: {why if has_stacks else NO_STACKS}. "
-        + (
-            f"The step is the last {length:,} events, which repeat those before them, "
-            if length
-            else "No part of the history repeats, so all of it is taken for one step, "
-        )
-        + "drawn evenly over the planned step."
-    )
-    begin = count - shown
-    marks = list(zip(history.time_us[[begin, -1]], (0.0, step.step_ms), strict=True))
-    at_ms, level = _curve(history, begin, count, marks)
-    stage = step.stages[number]
-    optimizer_bytes = stage.static_bytes + stage.optimizer_step_peak_bytes
-    predicted = max(int(stage.peak_bytes.max()), optimizer_bytes)
-    whole = Difference("the whole step", predicted, int(level.max()))
-    return RecordedStep(number, history.source, found, at_ms, level, (whole,), (), "")
-
-
-def _period(changes: NDArray[np.int64]) -> int:
-    """Events of a step: the longest stretch at the end that repeats the same stretch before it.
-
-    Steps of equal shapes allocate and free the same bytes in the same order. Of all lengths whose
-    last stretch repeats the one before, the one that repeats furthest back is taken. 0: none.
-    """
-    backwards = changes[::-1].tolist()
-    repeats = _repeats(backwards)
-    lengths = (p for p in range(1, len(backwards) // 2 + 1) if repeats[p] >= p)
-    return max(lengths, key=lambda p: (repeats[p], -p), default=0)
-
-
-def _reaches_the_top(history: History, length: int) -> bool:
-    """Whether the last events hold more than half of what comes and goes in the whole history; a
-    loop after the step, over parameters, repeats too."""
-    level = history.level_bytes
-    least = min(int(level.min()), history.start_bytes)
-    return bool(level[len(level) - length :].max(initial=least) - least > (level.max() - least) / 2)
-
-
-def _repeats(values: Sequence[int]) -> list[int]:
-    """How many values from each place on equal the first ones (the Z function)."""
-    count = len(values)
-    found = [0] * count
-    left = right = 0
-    for place in range(1, count):
-        length = min(right - place, found[place - left]) if place < right else 0
-        while place + length < count and values[length] == values[place + length]:
-            length += 1
-        found[place] = length
-        if place + length > right:
-            left, right = place, place + length
-    return found

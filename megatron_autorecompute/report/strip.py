@@ -3,95 +3,100 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from megatron_autorecompute.planner.cost.layout import Chunk
+from megatron_autorecompute.planner.cost.unit_costs import CostTable, fastest_choice
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.report.figures import POINTS, svg
 from megatron_autorecompute.report.terminal import legend
-from megatron_autorecompute.report.words import choice_colours, ink_on, template, without_group
 
 CELL, ROW, GAP, LABEL = 17, 19, 9, 56
-"""Pixels: width and height of a cell, space between chunks, space for the stage's name."""
+"""Points: width and height of a cell, space between chunks, space for the stage's name."""
 BETWEEN = 15
-"""Pixels above a row, for the index of the first layer of every chunk."""
+"""Points above a row, for the index of the first layer of every chunk."""
 MOST_CELLS = 64
 """Cells in a row; a longer stage continues in the next row."""
-
+RECOMPUTE_RAMP = ("#fdd9bd", "#f9a05f", "#d55e00", "#8a3000")
+"""Colours from the choice that recomputes least to the one that recomputes most, without none."""
+NO_RECOMPUTE = "#e9ecef"
+INK = "#333333"
 Looks = dict[LayerPolicy, tuple[str, str]]
 """The letter and the colour of every choice."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """A layer, the embedding or the head at its place (pixels), or an entry of the legend."""
-
-    title: str
-    letter: str
-    colour: str = ""
-    x: int = 0
-    y: int = 0
-    layer: int | None = None
-    """The layer's index; None for embedding and head."""
-    first: bool = False
-    """Whether it is the first layer of its chunk."""
+STYLE = """@media screen and (prefers-color-scheme: dark) {
+  .strip .name text { fill: #ddd !important } .strip .few text { fill: #aaa !important }
+  .strip .group path { stroke: #ddd !important }
+}"""
 
 
 def strip_svg(plan: Plan) -> str:
     """The whole policy with its legend, as a self-contained SVG."""
+    return svg(strip(plan), "strip", "What every layer recomputes", STYLE)
+
+
+def strip(plan: Plan) -> Figure:
+    """The whole policy with its legend."""
+    figure = Figure(dpi=POINTS)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.axis("off")
     colours, letters = choice_colours(plan), legend(plan.policy)
-    looks = {choice: (letter, colours[choice]) for choice, letter in letters.items()}
-    stages, y, right = [], 0, 420
-    for chunks in plan.layout.stages:
-        cells = list(_cells(plan.policy, chunks, y, looks))
-        underlines = list(_underlines(plan.policy, chunks, cells))
-        stages.append({"y": y + BETWEEN + 14, "cells": cells, "groups": underlines})
-        right = max([right, *(cell.x + CELL for cell in cells)])
-        y = max([y, *(cell.y for cell in cells)]) + ROW + 2
-    below = list(_legend(plan.policy, looks))
-    grouped = any(choice.group > 1 for choice in plan.policy.layers)
-    sizes = {"CELL": CELL, "ROW": ROW, "LABEL": LABEL}
-    return template("strip.svg").render(
-        stages=stages,
-        legend=below,
-        grouped=grouped,
-        top=y + BETWEEN,
-        width=right + 2,
-        height=y + BETWEEN + 22 * (len(below) + 2 * grouped),
-        ink_on=ink_on,
-        **sizes,
-    )
+    looks = {choice: (letters[choice], colours[choice]) for choice in letters}
+    y, right = 0, 420
+    for number, chunks in enumerate(plan.layout.stages):
+        x, used, y = LABEL, 0, y + BETWEEN
+        _text(axes, 0, y + 14, f"stage {number}", "name")
+        places = {}
+        for chunk in chunks:
+            cells: list[int | str] = ["E"] * chunk.embedding
+            for cell in [*cells, *chunk.layers, *["L"] * chunk.head]:
+                if used == MOST_CELLS:
+                    x, used, y = LABEL, 0, y + ROW + BETWEEN
+                if isinstance(cell, str):
+                    said = "embedding" if cell == "E" else "head and loss"
+                    _cell(axes, x, y, cell, None, f": {said}")
+                else:
+                    choice, places[cell] = plan.policy.layers[cell], (x, y)
+                    _cell(axes, x, y, *looks[choice], f" {cell}: layer {cell}: {choice}")
+                    if cell == chunk.layers[0]:
+                        _text(axes, x, y - 3, str(cell), "few", size=9, color="#666666")
+                x, used = x + CELL, used + 1
+                right = max(right, x)
+            x += GAP
+        for group in groups(plan.policy, chunks):
+            for layer in group:
+                left, top = places[layer]
+                ends = left + (layer == group[0]), left + CELL - 2 * (layer == group[-1])
+                _underline(axes, *ends, top + ROW + 1.5)
+        y += ROW + 2
+    y = _legend(axes, plan.policy, looks, y + BETWEEN)
+    figure.set_size_inches((right + 2) / POINTS, y / POINTS)
+    axes.set(xlim=(0, right + 2), ylim=(y, 0))
+    return figure
 
 
-def _cells(
-    policy: RecomputePolicy, chunks: tuple[Chunk, ...], top: int, looks: Looks
-) -> Iterator[_Cell]:
-    x, y, used = LABEL, top + BETWEEN, 0
-    for chunk in chunks:
-        cells: list[int | tuple[str, str]] = [("embedding", "E")] * chunk.embedding
-        cells += [*chunk.layers, *[("head and loss", "L")] * chunk.head]
-        for cell in cells:
-            if used == MOST_CELLS:
-                x, y, used = LABEL, y + ROW + BETWEEN, 0
-            if isinstance(cell, tuple):
-                yield _Cell(*cell, x=x, y=y)
-            else:
-                choice, first = policy.layers[cell], cell == chunk.layers[0]
-                yield _Cell(f"layer {cell}: {choice}", *looks[choice], x, y, cell, first)
-            x, used = x + CELL, used + 1
-        x += GAP
+def _cell(axes: Axes, x: int, y: int, letter: str, colour: str | None, mark: str) -> None:
+    """A cell with its letter, and without a colour its edge alone; `mark` follows its class."""
+    looks = {"fc": colour, "lw": 0} if colour else {"fc": "none", "ec": "#888888"}
+    cell = Rectangle((x, y), CELL - 1, ROW, **looks, gid=f"@cell{mark}", clip_on=False)
+    axes.add_patch(cell)
+    ink = ink_on(colour) if colour else "#888888"
+    _text(axes, x + CELL / 2, y + 14, letter, "letter", ha="center", color=ink)
 
 
-def _underlines(
-    policy: RecomputePolicy, chunks: tuple[Chunk, ...], cells: list[_Cell]
-) -> Iterator[tuple[int, float, int]]:
-    """Of every layer in a checkpoint around several: where the line below it begins, and ends."""
-    at = {cell.layer: cell for cell in cells}
-    for group in groups(policy, chunks):
-        for layer in group:
-            x = at[layer].x
-            right = x + CELL - (2 if layer == group[-1] else 0)
-            yield x + (layer == group[0]), at[layer].y + ROW + 1.5, right
+def _text(axes: Axes, x: float, y: float, text: str, kind: str, **looks: Any) -> None:
+    axes.text(x, y, text, gid=f"@{kind}", **{"size": 11, "color": INK, **looks})
+
+
+def _underline(axes: Axes, left: float, right: float, y: float) -> None:
+    axes.plot((left, right), (y, y), color=INK, lw=2, solid_capstyle="butt", gid="@group")
 
 
 def groups(policy: RecomputePolicy, chunks: tuple[Chunk, ...]) -> Iterator[tuple[int, ...]]:
@@ -104,11 +109,45 @@ def groups(policy: RecomputePolicy, chunks: tuple[Chunk, ...]) -> Iterator[tuple
                 yield from (layers[i : i + size] for i in range(0, len(layers), size))
 
 
-def _legend(policy: RecomputePolicy, looks: Looks) -> Iterator[_Cell]:
-    named = {looks[choice][0]: choice for choice in looks if choice.group == 1}
-    if any(choice.granularity == "full" for choice in looks):
-        named.setdefault("F", next(c for c in looks if c.granularity == "full"))
-    for choice in named.values():
-        name = without_group(choice)
-        count = sum(without_group(other) == name for other in policy.layers)
-        yield _Cell(f"{name} · {count} layer{'s' * (count != 1)}", *looks[choice])
+def _legend(axes: Axes, policy: RecomputePolicy, looks: Looks, top: int) -> int:
+    """An entry for each letter; returns where they end."""
+    named = {looks[choice]: choice for choice in looks if choice.group == 1}
+    alone = [replace(choice, group=1) for choice in policy.layers]
+    named |= {looks[choice]: replace(choice, group=1) for choice in looks if choice.group > 1}
+    for look, choice in named.items():
+        count = alone.count(choice)
+        _cell(axes, LABEL, top, *look, "")
+        said = f"{choice} · {count} layer{'s' * (count != 1)}"
+        _text(axes, LABEL + CELL + 8, top + 14, said, "name")
+        top += 22
+    if any(choice.group > 1 for choice in looks):
+        _underline(axes, LABEL, LABEL + CELL - 2, top + 9)
+        said = "one checkpoint around these layers"
+        _text(axes, LABEL + CELL + 8, top + 13, said, "name")
+        top += 22
+    return top
+
+
+def choice_colours(plan: Plan) -> dict[LayerPolicy, str]:
+    """A colour for every choice of a policy; choices that recompute more are darker.
+
+    Only their order counts, so that choices of nearly the same cost can be told apart.
+    """
+    cost: dict[LayerPolicy, float] = {}
+    table = CostTable(plan.profile)
+    for layer, choice in enumerate(plan.policy.layers):
+        alone = replace(choice, group=1)
+        plain = table.layer(layer, fastest_choice(table, layer))
+        more = table.layer(layer, alone).time_ps - plain.time_ps
+        cost[alone] = max(cost.get(alone, 0.0), more)
+    ordered = sorted(cost.keys() - {NONE}, key=lambda c: (c.granularity == "full", cost[c], c))
+    ramp, last = LinearSegmentedColormap.from_list("recompute", RECOMPUTE_RAMP), len(ordered)
+    # One choice alone is not the darkest.
+    colours = {c: to_hex(ramp(at / last if last > 1 else 2 / 3)) for at, c in enumerate(ordered, 1)}
+    colours[NONE] = NO_RECOMPUTE
+    return {choice: colours[replace(choice, group=1)] for choice in plan.policy.layers}
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever is readable on a colour."""
+    return "#000000" if np.dot(to_rgb(colour), (0.299, 0.587, 0.114)) > 0.55 else "#ffffff"

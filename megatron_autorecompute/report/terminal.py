@@ -1,15 +1,16 @@
-"""A plan as text for a terminal of 80 columns; on 40 it can still be read."""
+"""A plan as text for a terminal of 80 columns."""
 
 from __future__ import annotations
 
 import shlex
 import string
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.planner.cost.layout import Chunk
@@ -22,27 +23,49 @@ from megatron_autorecompute.planner.search.neighbours import Neighbour
 from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
-from megatron_autorecompute.report.rows import Column, Rows
 from megatron_autorecompute.report.words import binds, proof
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
-MOST_RANKS = 16
-"""Most rows of the measured step; with more ranks, every stage has one row."""
 CURVE_ROWS, MEGATRON_ROWS = 8, 4
 """Most rows of the curve: plans, and Megatron's own settings."""
 SHORT_CHOICES = 3
 """Most choices that a shortened policy names."""
 Item = TypeVar("Item")
 PEAK_PARTS = (
-    ("static", "static_bytes", ""),
-    ("in\nflight", "in_flight_bytes", ""),
-    ("running", "running_bytes", ""),
-    ("tran-\nsient", "transient_bytes", "transient"),
-    ("emb+\nhead", "embedding_head_bytes", "embedding and head"),
-    ("over-\nhead", "overhead_bytes", "overhead"),
-    ("CUDA\ngraphs", "graph_bytes", "more by CUDA graphs"),
+    ("static", "static_bytes"),
+    ("in\nflight", "in_flight_bytes"),
+    ("running", "running_bytes"),
+    ("tran-\nsient", "transient_bytes"),
+    ("emb+\nhead", "embedding_head_bytes"),
+    ("over-\nhead", "overhead_bytes"),
+    ("CUDA\ngraphs", "graph_bytes"),
 )
-"""Columns of a peak: header, the part of `Breakdown`, and the name in one line."""
+"""Columns of a peak: header, and the part of `Breakdown`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table."""
+
+    header: str
+    """The header's text, which may have several lines."""
+    text: Callable[[Any], str]
+    """The text of a row's item."""
+    left: bool = False
+    """Texts begin at the left; numbers end at the right."""
+    optional: bool = False
+    """The column is left out if none of its rows has a text."""
+
+
+def rows(columns: Sequence[Column], items: Sequence[Any], gap: int = 2) -> Table:
+    """A table with a row for each item, and so many blanks between two columns."""
+    table = Table(box=None, pad_edge=False, padding=(0, gap - gap // 2, 0, gap // 2))
+    shown = [own for own in columns if not own.optional or any(map(own.text, items))]
+    for own in shown:
+        table.add_column(own.header, justify="left" if own.left else "right", overflow="fold")
+    for item in items:
+        table.add_row(*(Text(own.text(item)) for own in shown))  # brackets are no markup
+    return table
 
 
 def best_own_setting(plan: Plan) -> str:
@@ -95,11 +118,8 @@ def plan_view(plan: Plan, speed: str = "", *, verbose: bool = False) -> Renderab
 
 
 def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
-    """A measuring step, one row per rank: the sum of its layers beside Megatron's figures.
-
-    With more than MOST_RANKS ranks, only the rank of each stage that computed longest. Empty if no
-    such step was recorded.
-    """
+    """A measuring step, a row for the slowest rank of each stage: the sum of its layers beside
+    Megatron's figures. Empty if no such step was recorded."""
     step = plan.profile.measured_step
     if step is None:
         return
@@ -110,7 +130,7 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
             "beside this plan."
         )
         return
-    ranks = _shown_ranks(step)
+    ranks = _slowest_ranks(step)
     unit, times = unit_for(own.peak.bytes for own in sums), step.num_microbatches
     yield Text(
         f"\nMeasured in iteration {step.iteration} under {step.recompute_policy}: the sum of its "
@@ -118,29 +138,25 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
         f"torch's memory statistics ({unit.name}):"
     )
     columns = (
-        Column("rank/\nstage", lambda rank: f"{rank.rank}/{rank.stage}", "rank/stage"),
+        Column("rank/\nstage", lambda rank: f"{rank.rank}/{rank.stage}"),
         Column("forward:\nlayers", lambda rank: _ms(sum(sums[rank.stage].forward_ms) * times)),
-        Column("forward-\ncompute", lambda rank: _ms(rank.forward_compute_ms), "forward-compute"),
+        Column("forward-\ncompute", lambda rank: _ms(rank.forward_compute_ms)),
         Column("backward:\nlayers", lambda rank: _ms(sum(sums[rank.stage].backward_ms) * times)),
-        Column(
-            "backward-\ncompute", lambda rank: _ms(rank.backward_compute_ms), "backward-compute"
-        ),
+        Column("backward-\ncompute", lambda rank: _ms(rank.backward_compute_ms)),
         Column("\noptimizer", lambda rank: _ms(rank.optimizer_ms)),
         Column("peak:\nlayers", lambda rank: _or_not(sums[rank.stage].peak.bytes, unit)),
         Column("max\nallocated", lambda rank: _or_not(rank.max_memory_allocated_bytes, unit)),
         Column("max\nreserved", lambda rank: _or_not(rank.max_memory_reserved_bytes, unit)),
     )
-    yield Rows(columns, ranks, gap=1)
+    yield rows(columns, ranks, gap=1)
     if len(ranks) < len(step.ranks):
         yield Text(
             f"Of {len(step.ranks)} ranks, each stage's slowest is shown. The plan file has all."
         )
 
 
-def _shown_ranks(step: MeasuredStep) -> list[RankStep]:
-    """All ranks of a small job, else the rank of each stage that computed longest."""
-    if len(step.ranks) <= MOST_RANKS:
-        return list(step.ranks)
+def _slowest_ranks(step: MeasuredStep) -> list[RankStep]:
+    """The rank of each stage that computed longest."""
     slowest_first = sorted(step.ranks, key=_compute_ms, reverse=True)
     longest = {rank.stage: rank for rank in reversed(slowest_first)}
     return [longest[stage] for stage in sorted(longest)]
@@ -198,7 +214,7 @@ def stages_view(plan: Plan, measured_bytes: Sequence[int] | None = None) -> Rend
     unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
     columns = (
         Column("stage", lambda cost: str(cost.stage)),
-        Column("policy", lambda cost: strip(policy, plan.layout.stages[cost.stage]), folded=True),
+        Column("policy", lambda cost: strip(policy, plan.layout.stages[cost.stage]), left=True),
         Column(f"peak {unit.name}", lambda cost: unit.text(cost.peak_high_bytes)),
         Column(
             "measured",
@@ -209,7 +225,7 @@ def stages_view(plan: Plan, measured_bytes: Sequence[int] | None = None) -> Rend
         Column("recompute ms", lambda cost: f"{cost.recompute_ms:.1f}"),
     )
     policy = plan.policy
-    return Group(Rows(columns, plan.cost.stages), _legend(policy))
+    return Group(rows(columns, plan.cost.stages), _legend(policy))
 
 
 def _legend(policy: RecomputePolicy) -> Text:
@@ -239,29 +255,17 @@ def assumption_lines(assumptions: Sequence[str], verbose: bool) -> list[str]:
 
 def imbalance_lines(profile: Profile, percentile: float | None) -> list[str]:
     """Sentences on the routing imbalance that is planned for; none without experts."""
-    records = [record for kind in profile.kinds for record in kind.choices]
-    measured = [point for r in records if r.knows_routing for point in r.percentiles]
+    measured = any(r.knows_routing for kind in profile.kinds for r in kind.choices)
     stated = any(kind.imbalance for kind in profile.kinds)
-    lines = []
-    if measured and percentile is None:
-        lines.append(
-            "Imbalance: planned for the most that was seen in measuring; --imbalance-percentile "
-            "plans for less."
-        )
-    elif measured and percentile is not None:
-        most = max(point.percentile for point in measured)
-        seen = "" if percentile <= most else ", above all recorded: the most that was seen"
-        lines.append(
-            f"Imbalance: planned for percentile {percentile:g} of the measured microbatches{seen}."
-        )
-    if stated and percentile is None:
-        lines.append("Imbalance: what the profile states is not planned for.")
-    elif stated and percentile is not None:
-        lines.append(
-            f"Imbalance: planned for percentile {percentile:g} of what the profile states, "
-            f"{', '.join(_factors(profile.kinds, percentile))}."
-        )
-    return lines
+    if percentile is None:
+        most = "the most that was seen in measuring; --imbalance-percentile plans for less"
+        states = "what the profile states is not planned for"
+        said = [(measured, f"planned for {most}"), (stated, states)]
+    else:
+        of = f"planned for percentile {percentile:g} of"
+        states = f"{of} what the profile states, {', '.join(_factors(profile.kinds, percentile))}"
+        said = [(measured, f"{of} the measured microbatches"), (stated, states)]
+    return [f"Imbalance: {words}." for holds, words in said if holds]
 
 
 def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
@@ -291,15 +295,15 @@ def stages_explained(plan: Plan) -> RenderableType:
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
     graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
 
-    def of_peak(header: str, part: str, name: str = "") -> Column:
-        return Column(header, lambda cost: unit.text(getattr(cost.peak.breakdown, part)), name)
+    def of_peak(header: str, part: str) -> Column:
+        return Column(header, lambda cost: unit.text(getattr(cost.peak.breakdown, part)))
 
     columns = (
         Column("stage", lambda cost: str(cost.stage)),
         *(of_peak(*each) for each in PEAK_PARTS[: None if graphs else -1]),
         of_peak(f"peak\n{unit.name}", "total_bytes"),
     )
-    parts: list[RenderableType] = [Rows(columns, plan.cost.stages)]
+    parts: list[RenderableType] = [rows(columns, plan.cost.stages)]
     for evidence, cost in zip(plan.evidence, plan.cost.stages, strict=True):
         parts.append(
             Text(
@@ -333,22 +337,17 @@ def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> Rende
     stage = plan.layout.stage_of(layer)
     unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
     columns = (
-        Column("instead", lambda other: other.choice, folded=True),
+        Column("instead", lambda other: other.choice, left=True),
         Column("step ms", lambda other: f"{other.step_ms:+.3f}"),
         Column("stage ms", lambda other: f"{other.stage_busy_ms:+.3f}"),
         Column(f"peak {unit.name}", lambda other: unit.change(other.peak_bytes)),
         Column("fits", lambda other: "yes" if other.fits else "no"),
-        Column(
-            "tie",
-            lambda other: "=" * other.tie,
-            "neither step is surely the shorter one",
-            optional=True,
-        ),
+        Column("tie", lambda other: "=" * other.tie, optional=True),
     )
     chosen = plan.policy.layers[layer]
     title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
     bound = f"The stage is bound by {plan.evidence[stage].binding}."
-    return Group(Text(title), Rows(columns, found), Text(bound))
+    return Group(Text(title), rows(columns, found), Text(bound))
 
 
 def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> RenderableType:
@@ -361,7 +360,7 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
     unit = unit_for(point.peak_high_bytes for point in points)
     ours = evenly(points, CURVE_ROWS)
     theirs = evenly(unbeaten(strategies), MEGATRON_ROWS)
-    rows = [
+    shown = [
         (p.peak_high_bytes, unit.text(p.budget_bytes), p.step_ms, shortened(p.recompute_policy))
         for p in ours
     ] + [(each.peak_high_bytes, "-", each.step_ms, each.name) for each in theirs]
@@ -369,14 +368,14 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
         Column(f"budget {unit.name}", lambda row: row[1]),
         Column("step ms", lambda row: f"{row[2]:.1f}"),
         Column(f"peak {unit.name}", lambda row: unit.text(row[0])),
-        Column("layers by choice", lambda row: row[3], folded=True),
+        Column("layers by choice", lambda row: row[3], left=True),
     )
     left_out = (
         f"{len(ours)} of {len(points)} budgets, {len(theirs)} of {len(strategies)} settings of "
         "Megatron's own; --json and --csv print all, with whole policies. plan may find a shorter "
         "step at a budget."
     )
-    return Group(Rows(columns, sorted(rows, key=lambda row: -row[0])), Text(left_out))
+    return Group(rows(columns, sorted(shown, key=lambda row: -row[0])), Text(left_out))
 
 
 def unbeaten(strategies: Iterable[ManualResult]) -> list[ManualResult]:

@@ -15,7 +15,6 @@ from typing import Any
 
 from megatron_autorecompute.planner.cost.copies import PS_PER_NS
 from megatron_autorecompute.planner.cost.peak_memory import Breakdown
-from megatron_autorecompute.planner.cost.unit_costs import Unit
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.timeline import StageTimeline, timeline
 from megatron_autorecompute.units import GIB
@@ -49,17 +48,6 @@ def trace(plan: Plan) -> dict[str, Any]:
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": list(events)}
 
 
-def measured_note(plan: Plan) -> str:
-    """A sentence about what the trace has of the measured step of a job."""
-    step = plan.profile.measured_step
-    if step is None:
-        return "The profile has no measured step; the trace is the step as planned."
-    return (
-        f"The measured step (iteration {step.iteration}) was recorded as totals, without single "
-        "events. The trace shows the step as planned, and its otherData has these totals."
-    )
-
-
 def _ends_ns(stage: StageTimeline, num_stages: int) -> Iterator[tuple[Place, int]]:
     """The end of each event, by what the event is."""
     columns = stage.backward, stage.chunk * num_stages + stage.stage, stage.microbatch
@@ -68,34 +56,30 @@ def _ends_ns(stage: StageTimeline, num_stages: int) -> Iterator[tuple[Place, int
 
 
 def _stage(plan: Plan, stage: StageTimeline, ends: dict[Place, int]) -> Iterator[TraceEvent]:
-    yield from _named(stage)
+    yield _about(stage, "process_name", f"stage {stage.stage}")
+    for thread, name in enumerate(_THREADS[: TO_HOST if stage.copies is None else None]):
+        yield {**_about(stage, "thread_name", name), "tid": thread}
     yield from _messages(stage, ends, plan.layout.num_stages, plan.profile.boundary_bytes)
-    for event in range(len(stage.chunk)):
-        yield from _running(plan, stage, event)
     for copy in () if stage.copies is None else stage.copies.copied:
         thread = TO_HOST if copy.to_host else TO_DEVICE
-        args = {
-            "chunk": copy.chunk,
-            "microbatch": copy.microbatch,
-            "bytes": copy.group.record.host_bytes,
-        }
+        args = {"chunk": copy.chunk, "microbatch": copy.microbatch}
+        args["bytes"] = copy.group.record.host_bytes
         span = round(copy.begin_ps / PS_PER_NS), round(copy.end_ps / PS_PER_NS)
         yield _slice(stage.stage, thread, copy.name, *span, args)
-    yield from _memory(stage)
+    yield from _memory(stage, 0, Breakdown(stage.static_bytes, 0, 0, 0, 0, 0))
+    for event in range(len(stage.chunk)):
+        yield from _running(plan, stage, event)
+    step = Breakdown(stage.static_bytes, 0, 0, stage.optimizer_step_peak_bytes, 0, 0)
+    yield from _memory(stage, _ns(stage.end_ms[-1]) + 1, step)
 
 
-def _named(stage: StageTimeline) -> Iterator[TraceEvent]:
-    of_stage = {"ph": "M", "pid": stage.stage}
-    yield {**of_stage, "name": "process_name", "args": {"name": f"stage {stage.stage}"}}
-    yield {**of_stage, "name": "process_sort_index", "args": {"sort_index": stage.stage}}
-    for thread, name in enumerate(_THREADS[: TO_HOST if stage.copies is None else None]):
-        of = {**of_stage, "tid": thread}
-        yield {**of, "name": "thread_name", "args": {"name": name}}
-        yield {**of, "name": "thread_sort_index", "args": {"sort_index": thread}}
+def _about(stage: StageTimeline, what: str, name: str) -> TraceEvent:
+    return {"ph": "M", "pid": stage.stage, "name": what, "args": {"name": name}}
 
 
 def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEvent]:
-    """An event, the units in it, and on the thread of recompute what of them is done again."""
+    """An event, the units in it with the bytes then alive, and on the thread of recompute what of
+    them is done again."""
     backward, chunk = bool(stage.backward[event]), int(stage.chunk[event])
     microbatch = int(stage.microbatch[event])
     start, end = _ns(stage.start_ms[event]), _ns(stage.end_ms[event])
@@ -107,19 +91,37 @@ def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEven
             of = f"recompute early for {name}"
             yield _slice(stage.stage, thread, of, first, min(first + early, start), args)
     yield _slice(stage.stage, COMPUTE, name, start, end, args)
-    for unit, first, again, last in _spans(stage, event):
+    for number, first, again, last in _spans(stage, event):
+        unit = stage.units[chunk][number]
         choice = plan.recompute_policy[unit.layers[0]] if unit.layers else "none"
         about = {**args, "choice": choice}
         yield _slice(stage.stage, COMPUTE, unit.name, first, last, about)
         if again is not None:
             yield _slice(stage.stage, RECOMPUTE, f"recompute {unit.name}", first, again, about)
+        yield from _memory(stage, first, stage.bytes_at(event, number))
     for first, last in _waits(stage, event):
         yield _slice(stage.stage, COMPUTE, "wait for copy", first, last, args)
+    if event + 1 == len(stage.chunk) or _ns(stage.start_ms[event + 1]) > end:
+        yield from _memory(stage, end, stage.bytes_at(event, None))
 
 
-def _spans(stage: StageTimeline, event: int) -> Iterator[tuple[Unit, int, int | None, int]]:
-    """Each unit of an event in the order they run, a backward beginning with the last; when it
-    begins, until when its backward recomputes (None: not at all), and when it ends."""
+def _memory(stage: StageTimeline, at: int, held: Breakdown) -> Iterator[TraceEvent]:
+    """Counters of the stage's bytes, in GiB: all of them, and activations by what they are."""
+    yield _counter(stage.stage, "memory GiB", at, {"alive": held.total_bytes})
+    parts = {
+        "in flight": held.in_flight_bytes,
+        "running chunk": held.running_bytes,
+        "transient": held.transient_bytes,
+        "embedding, head": held.embedding_head_bytes,
+        "between stages": held.overhead_bytes,
+    } | ({} if stage.copies is None else {"copies": held.copy_bytes})
+    yield _counter(stage.stage, "activations GiB", at, parts)
+
+
+def _spans(stage: StageTimeline, event: int) -> Iterator[tuple[int, int, int | None, int]]:
+    """The number of each unit of an event in the order they run, a backward beginning with the
+    last; when it begins, until when its backward recomputes (None: not at all), and when it
+    ends."""
     backward, chunk = bool(stage.backward[event]), stage.chunk[event]
     start, end = _ns(stage.start_ms[event]), _ns(stage.end_ms[event])
     units = stage.units[chunk]
@@ -133,10 +135,10 @@ def _spans(stage: StageTimeline, event: int) -> Iterator[tuple[Unit, int, int | 
         return min(end, start + round(done_ps * scale + waited))
 
     done = 0
-    own = [*zip(units, times, stage.recompute_ps[chunk], strict=True)]
-    for unit, time, recompute in own[:: -1 if backward else 1]:
+    for number in range(len(units))[:: -1 if backward else 1]:
+        time, recompute = times[number], stage.recompute_ps[chunk][number]
         again = when(done + min(time, recompute)) if backward and recompute > 0 else None
-        yield unit, when(done), again, when(done + time)
+        yield number, when(done), again, when(done + time)
         done += time
 
 
@@ -172,46 +174,9 @@ def _messages(
             there = min(max(free, arrived), start)
             if there > free:
                 yield _slice(stage.stage, P2P, f"wait for {name}", free, there, args)
-            if start > there + 1:  # times are rounded
-                sent = "wait until what was sent is received"
-                yield _slice(stage.stage, P2P, sent, there, start, args)
             at = {"ph": "i", "s": "t", "pid": stage.stage, "tid": P2P, "ts": arrived / 1000}
             yield {**at, "name": f"receive {name}", "args": args}
         free = _ns(end_ms)
-
-
-def _memory(stage: StageTimeline) -> Iterator[TraceEvent]:
-    """Counters of the stage's bytes, in GiB: all of them, and activations by what they are."""
-    last = None
-    for now, held in _samples(stage):
-        if held == last:
-            continue
-        last = held
-        yield _counter(stage.stage, "memory GiB", now, {"alive": held.total_bytes})
-        parts = {
-            "in flight": held.in_flight_bytes,
-            "running chunk": held.running_bytes,
-            "transient": held.transient_bytes,
-            "embedding, head": held.embedding_head_bytes,
-            "between stages": held.overhead_bytes,
-        } | ({} if stage.copies is None else {"copies": held.copy_bytes})
-        yield _counter(stage.stage, "activations GiB", now, parts)
-
-
-def _samples(stage: StageTimeline) -> Iterator[tuple[int, Breakdown]]:
-    """The bytes alive from each moment on, and the moment in ns."""
-    yield 0, Breakdown(stage.static_bytes, 0, 0, 0, 0, 0)
-    starts = [*map(_ns, stage.start_ms.tolist()), -1]
-    for event, chunk in enumerate(stage.chunk.tolist()):
-        units, end = stage.units[chunk], _ns(stage.end_ms[event])
-        for position, (_, first, *_) in enumerate(_spans(stage, event)):
-            number = len(units) - 1 - position if stage.backward[event] else position
-            yield first, stage.bytes_at(event, number)
-        if starts[event + 1] != end:
-            yield end, stage.bytes_at(event, None)
-    if stage.optimizer_step_peak_bytes:
-        step = Breakdown(stage.static_bytes, 0, 0, stage.optimizer_step_peak_bytes, 0, 0)
-        yield _ns(stage.end_ms[-1]) + 1, step
 
 
 def _direction(backward: bool) -> str:

@@ -1,27 +1,15 @@
-"""Formats numbers, proofs and choices of a plan, with the same words and colours on every page."""
+"""Formats numbers, proofs and choices of a plan, with the same words on every page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from megatron_autorecompute.planner.cost.two_clocks import knows_host
-from megatron_autorecompute.planner.cost.unit_costs import CostTable, fastest_choice
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.planner.search.solution import nearness
-from megatron_autorecompute.policy import FULL, NONE, LayerPolicy
+from megatron_autorecompute.policy import FULL, NONE
 from megatron_autorecompute.profile import MEASURED, MEASURED_ON_ONE_DEVICE, Profile
 from megatron_autorecompute.units import GIB, MIB
-
-if TYPE_CHECKING:
-    from jinja2 import Template
-
-TEMPLATES = Path(__file__).parent / "templates"
-RECOMPUTE_RAMP = ("#fdd9bd", "#f9a05f", "#d55e00", "#8a3000")
-"""Colours from the choice that recomputes least to the one that recomputes most, without none."""
-NO_RECOMPUTE = "#e9ecef"
 
 
 def size(size_bytes: float) -> str:
@@ -46,18 +34,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.2f}%" if text in ("0.0", "100.0") and share != 1 else f"{text}%"
 
 
-def template(name: str) -> Template:
-    """A template of a page or a picture by its file's name; it escapes what it is given."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # a terminal needs none
-
-    files = Environment(
-        loader=FileSystemLoader(str(TEMPLATES)),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-    )
-    files.filters |= {"size": size, "duration": duration, "percent": percent}
-    return files.get_template(name)
+def by_room(plan: Plan) -> list[int]:
+    """The stages, those with the least room under their budget first."""
+    pairs = zip(plan.budget_bytes, plan.cost.stages, strict=True)
+    room = [budget - cost.peak_high_bytes for budget, cost in pairs]
+    return sorted(range(len(room)), key=room.__getitem__)
 
 
 HELPS = "CUDA graphs or a larger micro-batch help; a choice costs what its launches take."
@@ -115,52 +96,3 @@ def proof(plan: Plan) -> str:
     return (
         f"The step is proven {nearness(gap)} in this model: no choices that fit the budget {what}."
     )
-
-
-def choice_colours(plan: Plan) -> dict[LayerPolicy, str]:
-    """A colour for every choice of a policy; choices that recompute more are darker.
-
-    Only their order counts, so that choices of nearly the same cost can be told apart.
-    """
-    cost: dict[LayerPolicy, float] = {}
-    table = CostTable(plan.profile)
-    for layer, choice in enumerate(plan.policy.layers):
-        plain = table.layer(layer, fastest_choice(table, layer))
-        more = table.layer(layer, without_group(choice)).time_ps - plain.time_ps
-        cost[choice] = max(cost.get(choice, 0.0), more)
-    recomputing = [c for c in cost if c != NONE]
-    ordered = sorted(recomputing, key=lambda c: (c.granularity == "full", cost[c], c.group))
-    ranks = list(dict.fromkeys(without_group(choice) for choice in ordered))
-    colours = {rank: _on_ramp(i, len(ranks)) for i, rank in enumerate(ranks)}
-    return {
-        choice: NO_RECOMPUTE if choice == NONE else colours[without_group(choice)]
-        for choice in cost
-    }
-
-
-def without_group(choice: LayerPolicy) -> LayerPolicy:
-    """The choice of a single layer: `full` for every group size."""
-    return replace(choice, group=1)
-
-
-def _on_ramp(position: int, count: int) -> str:
-    """A colour of the ramp: evenly from its light end to its dark one."""
-    at = (len(RECOMPUTE_RAMP) - 1) * (position + 1) / max(count, 1) if count > 1 else 2.0
-    low = min(int(at), len(RECOMPUTE_RAMP) - 2)
-    return blend(RECOMPUTE_RAMP[low], RECOMPUTE_RAMP[low + 1], at - low)
-
-
-def blend(first: str, second: str, share: float) -> str:
-    """A colour between two of the form #rrggbb."""
-    pairs = zip(_channels(first), _channels(second), strict=True)
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in pairs)
-
-
-def ink_on(colour: str) -> str:
-    """Black or white, whichever is readable on a colour."""
-    red, green, blue = _channels(colour)
-    return "#000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#fff"
-
-
-def _channels(colour: str) -> Sequence[int]:
-    return [int(colour[i : i + 2], 16) for i in (1, 3, 5)]

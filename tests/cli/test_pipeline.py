@@ -225,10 +225,6 @@ def test_nothing_is_not_taken_for_not_given(estimated, words, capsys):
     ("words", "named"),
     [
         (["--pp", "1", "--account-for-loss-in-pipeline-split"], ("--account-for-loss", "--pp 1")),
-        (["--pp", "4", "--microbatch-group-size", "8"], ("--microbatch-group-size", "--vp 1")),
-        (["--pp", "1", "--search-layout"], ("--search-layout", "--pp 1")),
-        (["--pp", "4", "--json", "-v"], ("-v", "--json")),
-        (["--pp", "4", "-o", "-", "-v"], ("-v", "-o -")),
     ],
 )
 def test_an_option_without_effect_is_refused_and_both_are_named(words, named, capsys):
@@ -244,7 +240,6 @@ def test_an_option_without_effect_is_refused_and_both_are_named(words, named, ca
         (["job.yaml", "--num-gpus", "8"], ("--num-gpus", "job.yaml")),
         (["job.yaml", "--json", "--sensitivity"], ("--sensitivity", "--json")),
         (["job.yaml", "--json", "--reserve-gib", "3"], ("--reserve-gib", "--json")),
-        (["job.yaml", "--json", "-v"], ("-v", "--json")),
     ],
 )
 def test_estimate_refuses_an_option_without_effect_before_it_reads_the_job(words, named, capsys):
@@ -258,11 +253,6 @@ def test_show_refuses_json_beside_a_picture_that_is_printed_alone(estimated, tmp
     plan(estimated, *BUDGET, "-o", path, capsys=capsys)
     assert main(["show", path, "--svg", "-", "--json"]) == 9
     assert "--json has no effect with --svg -" in capsys.readouterr().err
-
-
-def test_show_refuses_v_beside_json(capsys):
-    assert main(["show", str(LLAMA), "--json", "-v"]) == 9
-    assert "-v has no effect with --json" in capsys.readouterr().err
 
 
 def test_overlap_of_an_exchange_that_nobody_makes_is_refused(estimated, capsys):

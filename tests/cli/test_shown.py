@@ -13,7 +13,7 @@ import pytest
 from megatron_autorecompute import __version__
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.cli.program import COMMANDS
-from megatron_autorecompute.cli.throughput import throughput, throughput_words
+from megatron_autorecompute.cli.throughput import throughput_words
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
@@ -154,18 +154,14 @@ def test_speed_is_that_of_the_step_and_mfu_of_the_devices_peak():
         {"transformer_config": CONFIG, "vocab_size": 128256},
         {"device": "NVIDIA H100 80GB HBM3", "world_size": "64"},
     )
-    found = throughput(plan)
     tokens_per_s = 8 * 8192 / (plan.cost.step_ms / 1000)
-    assert found.tokens_per_s == pytest.approx(tokens_per_s / 32)  # tp 8, pp 4
-    assert found.num_gpus == 64
     # 70.6e9 weights, 6 operations each, and causal attention: 6 * 80 * 8192 * 8192
     weights = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672) + 8192 * 128256
-    flops = 6 * weights + 6 * 80 * 8192 * 8192
-    assert found.flops_per_s == pytest.approx(flops * tokens_per_s / 32)
-    assert found.mfu == pytest.approx(found.flops_per_s / 989.4e12)
+    flops_per_s = (6 * weights + 6 * 80 * 8192 * 8192) * tokens_per_s / 32  # tp 8, pp 4
     said = throughput_words(plan)
     assert f"{2 * tokens_per_s:,.0f} tokens/s on 64 GPUs" in said
-    assert f"MFU {found.mfu:.1%} (of 989 bf16 TFLOP/s)" in said
+    assert f"{flops_per_s / 1e12:,.0f} TFLOP/s per GPU" in said
+    assert f"MFU {flops_per_s / 989.4e12:.1%} (of 989 bf16 TFLOP/s)" in said
 
 
 def test_without_a_known_device_there_is_no_mfu():

@@ -454,9 +454,6 @@ def test_a_folder_never_holds_files_of_two_comparisons(finished, measured, tmp_p
     else:
         assert found == earlier
         assert "is as it was" in capsys.readouterr().err
-        with ranks_that_say(messages()):
-            main([*SMALL, "--output", str(tmp_path / "new" / "folder")])
-        assert not (tmp_path / "new").exists()
 
 
 def test_a_picture_that_cannot_be_written_leaves_the_table_on_the_screen(

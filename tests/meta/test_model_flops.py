@@ -38,16 +38,11 @@ LATENT = {
 }
 HYBRID = {
     **MOE,
-    "hybrid_layer_pattern": "M*-E|MG",
+    "hybrid_layer_pattern": "M*-E|M",
     "mamba_state_dim": 64,
     "mamba_head_dim": 32,
     "mamba_num_groups": 4,
     "mamba_num_heads": 48,
-    "linear_key_head_dim": 64,
-    "linear_value_head_dim": 32,
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16,
-    "linear_conv_kernel_dim": 4,
 }
 CASES = {
     "hybrid": HYBRID,

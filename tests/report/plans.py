@@ -13,7 +13,7 @@ from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import try_solve
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup, Profile
-from megatron_autorecompute.report.data import Curve, Paste, ReportData, report_data
+from megatron_autorecompute.report.data import Curve, ReportData, report_data
 from megatron_autorecompute.report.timeline import timeline
 from megatron_autorecompute.units import GIB
 from tests.planner.random_profiles import drawn
@@ -94,7 +94,7 @@ def long_step():
     )
     plan = make_plan(Problem(profile, layout, Schedule(pp, vp, microbatches)).at(11_000))
     point = CurvePoint(11_000, plan.cost.step_ms, 11_000, plan.policy.format())
-    paste = (Paste("here", plan.policy.format()),)
+    paste = {plan.policy.format(): "here"}
     curve = Curve("", (point,), ())
     return ReportData(plan, timeline(plan), ((),) * layers, curve, paste)
 

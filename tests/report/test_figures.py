@@ -2,29 +2,24 @@
 
 import itertools
 import random
-from xml.etree import ElementTree
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.patches import Circle
 
 from megatron_autorecompute.compare.comparison import Comparison, Shape, StrategyResult
-from megatron_autorecompute.compare.rendering import picture
+from megatron_autorecompute.compare.rendering import chart_of, picture
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint
-from megatron_autorecompute.report.chart import curve_svg
+from megatron_autorecompute.report.chart import curve_chart
 from megatron_autorecompute.report.data import Curve
-from megatron_autorecompute.report.drawn import drawn, save_picture
+from megatron_autorecompute.report.figures import save_picture, svg
 from megatron_autorecompute.units import GIB, MIB
 
 GROUPS = ("none", "selective", "full", "skips", "manual", "ours")
 
 
-def extents(svg):
-    """Of every text in the pixels of matplotlib, and the figure."""
-    figure = drawn(svg)
-    renderer = FigureCanvasAgg(figure).get_renderer()
-    return {text.get_text(): text.get_window_extent(renderer) for text in figure.axes[0].texts}
+def extents(figure):
+    """Of every text in the pixels of matplotlib."""
+    return {text.get_text(): text.get_window_extent() for text in figure.axes[0].texts}
 
 
 def apart(found):
@@ -48,23 +43,20 @@ def comparison(seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_name_of_a_comparison_is_on_another_or_on_the_budgets_line(seed, tmp_path):
+def test_no_name_of_a_comparison_is_on_another_or_on_the_budgets_line(seed):
     record = comparison(seed)
-    picture(record, tmp_path / "a.svg")
-    svg = (tmp_path / "a.svg").read_text()
-    found = extents(svg)
+    figure = chart_of(record)
+    found = extents(figure)
     budget = f"budget {record.budget_bytes / MIB:.1f} MiB"
     names = {s.name for s in record.strategies} | {budget}
     assert found.keys() > names
     assert apart(found)
-    root = ElementTree.fromstring(svg)
-    (line,) = (e for e in root.iter() if e.get("class") == "budget")
-    at = float(line.get("d")[1:].split()[0]) / float(root.get("viewBox").split()[2])
-    figure = drawn(svg)
+    axes = figure.axes[0]
+    at = axes.transData.transform((record.budget_bytes / MIB, 0))[0]
     for box in (found[name] for name in names):
-        assert not box.x0 <= at * figure.bbox.width <= box.x1
-        assert 0 <= box.x0 < box.x1 <= figure.bbox.width
-        assert 0 <= box.y0 < box.y1 <= figure.bbox.height
+        assert not box.x0 <= at <= box.x1
+        assert axes.bbox.contains(*box.min)
+        assert axes.bbox.contains(*box.max)
 
 
 def test_a_comparison_in_which_nothing_ran_has_a_picture(tmp_path):
@@ -86,20 +78,21 @@ def curve(*more):
 
 
 def test_a_curves_picture_has_every_point_and_names_that_do_not_touch():
-    svg = curve_svg(curve())
-    found = extents(svg)
+    figure = curve_chart(curve())
+    found = extents(figure)
     assert found.keys() > {"none", "uniform/2", "selective[core_attn]"}
     assert apart(found)
-    circles = [patch for patch in drawn(svg).axes[0].patches if isinstance(patch, Circle)]
-    assert len(circles) == 30 + 3
+    drawn = svg(figure, "curve", "")
+    assert drawn.count("<title>Budget") == 30
+    assert drawn.count("<title>megatron:") == 3
 
 
 def test_every_setting_of_megatrons_is_named_where_there_is_room():
     more = [ManualResult(f"megatron:block/{i}", 4300 + 20 * i, i * GIB, False) for i in (15, 25)]
-    found = extents(curve_svg(curve(*more)))
+    found = extents(curve_chart(curve(*more)))
     assert found.keys() > {"block/15", "block/25", "none"}
     crowd = [ManualResult(f"megatron:block/{i}", 2000.0, 30 * GIB, True) for i in range(99)]
-    found = extents(curve_svg(curve(*crowd)))
+    found = extents(curve_chart(curve(*crowd)))
     assert apart(found)
     assert found.keys() > {"none", "uniform/2", "selective[core_attn]", "block/0"}
 
@@ -108,5 +101,5 @@ def test_every_setting_of_megatrons_is_named_where_there_is_room():
 def test_equal_curves_are_equal_files(name, tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        save_picture(curve_svg(curve(), "a model"), tmp_path / folder / name)
+        save_picture(curve_chart(curve(), "a model"), tmp_path / folder / name)
     assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()

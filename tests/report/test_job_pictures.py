@@ -11,7 +11,7 @@ from megatron_autorecompute.report.job_pictures import (
     memory_image,
     policy_image,
 )
-from megatron_autorecompute.report.words import choice_colours
+from megatron_autorecompute.report.strip import choice_colours
 from tests.report.plans import THREE, example_plan, random_plan
 
 

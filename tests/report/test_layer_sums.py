@@ -20,7 +20,7 @@ from megatron_autorecompute.profile import (
     StageRecord,
     StaticBytes,
 )
-from megatron_autorecompute.report.terminal import MOST_RANKS, measured_step_view, sums_of_layers
+from megatron_autorecompute.report.terminal import measured_step_view, sums_of_layers
 
 LLAMA = Path(__file__).parents[2] / "examples" / "profiles" / "llama3-70b.json"
 GIB = 1 << 30
@@ -73,17 +73,13 @@ def test_sums_are_of_the_step_that_was_measured_without_residuals(plan):
     assert sums_of_layers(replace(plan, profile=replace(plan.profile, stages=tuple(bare)))) == sums
 
 
-def test_a_large_job_shows_the_slowest_rank_of_each_stage_within_80_columns(plan):
+def test_the_slowest_rank_of_each_stage_is_shown_within_80_columns(plan):
     lines = shown(plan)
     rows = [line.split() for line in lines if "/" in line and line.lstrip()[0].isdigit()]
     assert [row[0] for row in rows] == ["4/0", "9/1", "14/2", "19/3"]
     assert [row[2] for row in rows] == ["2,040", "2,090", "2,140", "2,190"]
     assert "Of 20 ranks" in " ".join(lines)
     assert max(map(len, lines)) <= 80
-    few = replace(plan.profile.measured_step, ranks=plan.profile.measured_step.ranks[:MOST_RANKS])
-    assert "15/3" in "\n".join(
-        shown(replace(plan, profile=replace(plan.profile, measured_step=few)))
-    )
 
 
 def test_a_measured_step_of_another_layout_is_said_to_be_and_not_shown(plan):

@@ -1,12 +1,9 @@
 """A recorded step lies on the planned one, and differs from it by what was recorded differently."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
-from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.profile import MeasuredStep, RankStep, StageRecord, StaticBytes
+from megatron_autorecompute.errors import OptionError, ProfileError
 from megatron_autorecompute.report.recorded import MOST_POINTS, recorded_step
 from megatron_autorecompute.report.timeline import timeline
 from megatron_autorecompute.units import MIB
@@ -46,7 +43,6 @@ def test_a_step_that_ran_as_planned_shows_no_difference(name, path):
     plan = plan_of(name)
     for stage in range(plan.layout.num_stages):
         step = recorded(plan, stage, path)
-        assert step.found.startswith("The last whole step")
         assert max(abs(one.more_bytes) for one in step.moments) < ROUNDED
         assert len(step.layers) == sum(
             bool(unit.layers) for units in timeline(plan).stages[stage].units for unit in units
@@ -87,42 +83,21 @@ def test_of_several_steps_the_last_whole_one_is_taken(path):
     assert half.at_ms == pytest.approx(whole.at_ms)
 
 
-def without_stacks(recorder):
+def test_a_history_without_stacks_is_refused_with_what_to_call(path):
+    recorder = as_planned(plan_of(), 0)
     for entry in recorder.trace:
         entry["frames"] = ENGINE
-    return recorder
+    with pytest.raises(
+        ProfileError, match=r"show no whole step .* Call torch\.cuda\.memory\._record"
+    ):
+        recorded_step(plan_of(), dumped(recorder.snapshot(), path), 0)
 
 
-def test_without_stacks_only_the_curve_of_the_part_that_repeats_is_shown(path):
-    plan = plan_of()
-    recorder = without_stacks(as_planned(plan, 0, steps=3))
-    step = recorded_step(plan, dumped(recorder.snapshot(), path), 0)
-    one = sum(entry["action"] != "free_completed" for entry in recorder.trace) // 3
-    assert "no allocation has a stack with Megatron's forward_step" in step.found
-    assert f"the last {one:,} events, which repeat" in step.found
-    assert step.layers == ()
-    assert [one.what for one in step.moments] == ["the whole step"]
-    assert abs(step.moments[0].more_bytes) < ROUNDED
-    assert step.at_ms[0] == 0
-    assert step.at_ms[-1] == pytest.approx(plan.cost.step_ms)
-
-
-def test_a_single_step_without_stacks_is_taken_as_it_is(path):
-    recorder = without_stacks(as_planned(plan_of("moe-16b"), 0, steps=1))
-    for _ in range(5):  # the norm of each parameter's gradient
-        recorder.briefly(4096, ENGINE)
-    step = recorded_step(plan_of("moe-16b"), dumped(recorder.snapshot(), path), 0)
-    assert "No part of the history repeats, so all of it is taken for one step" in step.found
-    events = sum(entry["action"] != "free_completed" for entry in recorder.trace)
-    assert len(step.at_ms) == events
-
-
-def test_a_snapshot_of_another_stage_shows_only_the_curve(path):
+def test_a_snapshot_of_another_stage_is_refused(path):
     plan = plan_of("moe-16b")
-    recorder = as_planned(plan, 1)
-    step = recorded_step(plan, dumped(recorder.snapshot(), path), 0)
-    assert "the stacks show no whole step as stage 0 has it in the plan" in step.found
-    assert step.layers == ()
+    snapshot = dumped(as_planned(plan, 1).snapshot(), path)
+    with pytest.raises(ProfileError, match="no whole step as stage 0 has it in the plan"):
+        recorded_step(plan, snapshot, 0)
 
 
 def test_stacks_with_another_number_of_layers_say_nothing_by_layer(path):
@@ -144,8 +119,7 @@ def test_only_folders_of_optimizers_end_a_step(path):
     script = {"name": "<module>", "filename": "/jobs/optimizer/study/optim.py", "line": 1}
     for entry in recorder.trace:
         entry["frames"] = [*entry["frames"], script] if entry["frames"] else []
-    step = recorded_step(plan, dumped(recorder.snapshot(), path), 0)
-    assert step.found.startswith("The last whole step")
+    assert recorded_step(plan, dumped(recorder.snapshot(), path), 0).layers
 
 
 def test_many_points_are_fewer_with_the_same_peak(path, monkeypatch):
@@ -161,7 +135,7 @@ def test_many_points_are_fewer_with_the_same_peak(path, monkeypatch):
 
 
 def stage_for(plan, name, tmp_path, stage=None):
-    path = dumped(as_planned(plan, 0, steps=1).snapshot(), tmp_path / name)
+    path = dumped(as_planned(plan, (stage or 0) % 4, steps=1).snapshot(), tmp_path / name)
     return recorded_step(plan, path, stage).stage
 
 
@@ -174,17 +148,6 @@ def test_a_name_that_does_not_tell_the_stage_asks_for_it(name, tmp_path):
     with pytest.raises(OptionError, match=r"does not tell the pipeline stage: give --stage 0 to 3"):
         stage_for(plan_of(), name, tmp_path)
     assert stage_for(plan_of(), name, tmp_path, stage=2) == 2
-
-
-def test_the_measured_job_says_which_stage_a_rank_has(tmp_path):
-    plan = plan_of()
-    measured = MeasuredStep(3, "full", 4, tuple(RankStep(rank, rank // 2) for rank in range(8)))
-    chunks = plan.layout.chunk_layers()
-    stages = tuple(StageRecord(tuple(chunks[s] + chunks[s + 4]), StaticBytes()) for s in range(4))
-    plan = replace(plan, profile=replace(plan.profile, stages=stages, measured_step=measured))
-    assert stage_for(plan, "rank5.pickle", tmp_path) == 2
-    with pytest.raises(OptionError, match="names rank 9"):
-        stage_for(plan, "rank9.pickle", tmp_path)
 
 
 def test_a_stage_that_the_plan_lacks_is_refused(tmp_path):

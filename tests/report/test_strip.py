@@ -5,7 +5,14 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.report.strip import MOST_CELLS, groups, strip_svg
+from megatron_autorecompute.report.strip import (
+    MOST_CELLS,
+    choice_colours,
+    groups,
+    ink_on,
+    strip,
+    strip_svg,
+)
 from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 from tests.report.plans import example_plan, random_plan
 
@@ -26,7 +33,7 @@ def test_every_layer_has_one_cell_with_its_choice_and_so_have_embedding_and_head
 def test_the_picture_stands_by_itself_and_is_well_formed():
     svg = strip_svg(random_plan(5))
     ElementTree.fromstring(svg)
-    assert re.findall(r"\b(?:href|src)=|url\(|@import", svg) == []
+    assert re.findall(r"\bhref=|\bsrc=|url\(|@import", svg) == []
 
 
 def test_groups_are_the_checkpoints_of_the_policy():
@@ -40,6 +47,20 @@ def test_groups_are_the_checkpoints_of_the_policy():
 def test_a_long_stage_goes_on_in_the_next_row():
     layers = 2 * MOST_CELLS
     problem = Problem(uniform_profile(layers, NONE, FULL), Layout.from_flags(layers, 1), ONE)
-    svg = strip_svg(make_plan(problem.at(1 << 30)))
-    rows = {y for y in re.findall(r'<rect x="\d+" y="(\d+)" width="16" height="19"', svg)}
+    figure = strip(make_plan(problem.at(1 << 30)))
+    rows = {cell.get_y() for cell in figure.axes[0].patches if cell.get_gid() != "@cell"}
     assert len(rows) == 3  # embedding and head need two cells more
+
+
+def test_the_more_a_choice_recomputes_the_darker_it_is():
+    plan = example_plan("gpt-760m-48l", 4, 2, 16, 20)
+    colours = {str(choice): colour for choice, colour in choice_colours(plan).items()}
+
+    def light(name):
+        return sum(int(colours[name][i : i + 2], 16) for i in (1, 3, 5))
+
+    attention, more = "selective[core_attn]", "selective[core_attn+layernorm+mlp]"
+    assert light("none") > light(attention) > light(more) > light("full")
+    assert colours["full/2"] == colours["full"]
+    assert ink_on(colours["none"]) == "#000000"
+    assert ink_on(colours["full"]) == "#ffffff"

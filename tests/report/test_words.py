@@ -1,7 +1,6 @@
 import pytest
 
-from megatron_autorecompute.report.words import choice_colours, duration, ink_on, percent, size
-from tests.report.plans import example_plan
+from megatron_autorecompute.report.words import duration, percent, size
 
 
 @pytest.mark.parametrize(
@@ -32,17 +31,3 @@ def test_times_have_three_figures(time_ms, text):
 )
 def test_a_small_share_is_not_written_as_none_and_a_large_one_not_as_all(share, text):
     assert percent(share) == text
-
-
-def test_the_more_a_choice_recomputes_the_darker_it_is():
-    plan = example_plan("gpt-760m-48l", 4, 2, 16, 20)
-    colours = {str(choice): colour for choice, colour in choice_colours(plan).items()}
-
-    def light(name):
-        return sum(int(colours[name][i : i + 2], 16) for i in (1, 3, 5))
-
-    attention, more = "selective[core_attn]", "selective[core_attn+layernorm+mlp]"
-    assert light("none") > light(attention) > light(more) > light("full")
-    assert colours["full/2"] == colours["full"]
-    assert ink_on(colours["none"]) == "#000"
-    assert ink_on(colours["full"]) == "#fff"

@@ -4,6 +4,8 @@
 
 const GIB = 2 ** 30, MIB = 2 ** 20;
 const GUTTER = 104, AXIS = 20, MARK = 8; // pixels left of the pictures, below them, above a lane
+const PS = 1e9; // picoseconds of a millisecond
+const OUTSIDE = ["embedding", "final norm", "head"];
 const WAY = 12; // pixels of a row of copies, one each way
 const PARTS = [ // from the bottom of the stack to its top
   ["static", "static (weights, gradients, optimizer)"], ["overhead", "between stages, CUDA graphs"],
@@ -35,21 +37,23 @@ function summed(differences) {
 
 // Columns over the events of one stage, and what follows from them for drawing.
 function stageOf(raw, number) {
-  const count = raw.code.length;
+  const count = raw.ms.length;
   const stage = {
-    ...raw, number, count,
-    backward: Uint8Array.from(raw.code, code => code & 1),
-    chunk: Uint16Array.from(raw.code, code => code >> 1),
-    start: new Float64Array(count), end: new Float64Array(count),
-    inFlight: summed(raw.inFlight), outside: summed(raw.outside), overhead: summed(raw.overhead),
+    number, count, moment: raw.moment, copies: copiesOf(raw.copies), ahead: raw.ahead_ms,
+    budget: raw.budget_bytes, static: raw.static_bytes, optimizer: raw.optimizer_step_peak_bytes,
+    binding: raw.binding && [raw.binding.event, raw.binding.unit],
+    chunks: raw.units.map((units, c) => ({units: units.map((unit, u) => unitOf(unit, raw.recompute_ps[c][u]))})),
+    backward: Uint8Array.from(summed(raw.backward)), chunk: Uint16Array.from(summed(raw.chunk)),
+    microbatch: summed(raw.microbatch), start: new Float64Array(count), end: new Float64Array(count),
+    inFlight: summed(raw.in_flight_bytes), outside: summed(raw.outside_bytes), overhead: summed(raw.overhead_bytes),
     peak: new Float64Array(count), peakUnit: new Uint16Array(count), after: new Float64Array(count),
   };
   stage.chunks.forEach(prepareChunk);
   let time = 0;
   for (let e = 0; e < count; e++) {
     const chunk = stage.chunks[stage.chunk[e]];
-    stage.start[e] = time + raw.gap[e];
-    time = stage.end[e] = stage.start[e] + chunk.ms[stage.backward[e]] + waitedBefore(stage, e, Infinity);
+    stage.start[e] = time + raw.gap_ms[e];
+    time = stage.end[e] = stage.start[e] + raw.ms[e];
     chunk.units.forEach((unit, u) => {
       const total = unit.reachLayers + unit.reachOutside + unit.transient[stage.backward[e]] + copiedAt(stage, e, u);
       if (u === 0 || total > stage.peak[e]) [stage.peak[e], stage.peakUnit[e]] = [total, u];
@@ -59,6 +63,25 @@ function stageOf(raw, number) {
   }
   stage.fullest = stage.binding ? partsAt(stage, ...stage.binding) : optimizerParts(stage);
   return stage;
+}
+
+function unitOf(raw, recompute) {
+  const early = raw.ahead ? raw.ahead.time_ps : 0;
+  return {
+    name: raw.name, choice: raw.layers.length ? data.layers[raw.layers[0]].choice : "",
+    outside: OUTSIDE.includes(raw.name), held: raw.held_bytes,
+    transient: [raw.forward_transient_bytes, raw.backward_transient_bytes],
+    ms: [raw.forward_ps / PS, (raw.backward_ps - early) / PS], recompute: recompute / PS,
+  };
+}
+
+// Copies in the order in which each direction makes them.
+function copiesOf(raw) {
+  const copied = raw ? raw.copied.map(([out, from, to, ...about]) => [out, from / PS, to / PS, ...about]) : [];
+  return raw && {
+    ...raw, ways: [true, false].map(way => copied.filter(copy => copy[0] === way).map(copy => copy.slice(1))),
+    waits: raw.waits.map(waits => waits.map(([at, wait]) => [at / PS, wait / PS])),
+  };
 }
 
 function prepareChunk(chunk) {
@@ -149,7 +172,7 @@ function momentAt(stage, time) {
 
 // The recorded step, if there is one: bytes from each point in time to the next.
 function recordedOf(raw) {
-  return raw && {stage: raw.stage, at: summed(raw.at), bytes: summed(raw.bytes)};
+  return raw && {stage: raw.stage, at: summed(raw.at_ms), bytes: summed(raw.level_bytes)};
 }
 
 // Which of its points holds at a time; -1 before the first and after the last.
@@ -211,7 +234,7 @@ function copyTip(stage, way, time) {
   const copy = stage.copies.ways[way].find(([from, to]) => from <= time && time <= to);
   if (!copy) return `<b>Stage ${stage.number}: nothing is copied to ${way ? "the device" : "host memory"}</b>`;
   const [from, to, name, microbatch, bytes] = copy;
-  return `<b>To ${way ? "the device" : "host memory"}: ${escaped(stage.copies.names[name])}, microbatch ${microbatch}</b><br>` +
+  return `<b>To ${way ? "the device" : "host memory"}: ${escaped(name)}, microbatch ${microbatch}</b><br>` +
     `${size(bytes)} in ${duration(to - from)}; begins at ${duration(from)}`;
 }
 
@@ -324,7 +347,7 @@ function drawWays(ctx, stage, top, width, perPixel) {
       ctx.fillStyle = colours.copies;
       ctx.fillRect(x, y, Math.max(w > 3 ? w - 0.7 : w, 0.5), WAY - 2);
       ctx.fillStyle = "#000";
-      if (w > 120) ctx.fillText(stage.copies.names[name], x + w / 2, y + WAY / 2 - 1);
+      if (w > 120) ctx.fillText(name, x + w / 2, y + WAY / 2 - 1);
     }
     ctx.restore();
     ctx.textAlign = "left";
@@ -347,7 +370,7 @@ function label(ctx, text, y, strong, quiet = "") {
 }
 
 // Recompute of an event that begins as soon as the event before ends, while the stage waits.
-const aheadOf = (stage, e) => stage.backward[e] ? stage.chunks[stage.chunk[e]].ahead : 0;
+const aheadOf = (stage, e) => stage.ahead[e];
 
 function drawEvents(ctx, stage, y, h, width, perPixel) {
   for (let e = Math.max(0, lastBegun(stage, view[0])); e < stage.count && stage.start[e] < view[1]; e++) {
@@ -796,10 +819,15 @@ function vertical(cells, i, key) {
 }
 
 function listenTips() {
-  for (const element of document.querySelectorAll("[data-tip]")) {
+  for (const title of document.querySelectorAll(".curve title")) {
+    const element = title.parentElement, words = title.textContent;
+    title.remove();
+    element.setAttribute("aria-label", words);
+    element.setAttribute("role", "img");
+    element.setAttribute("tabindex", 0);
     const tell = () => {
       const box = element.getBoundingClientRect();
-      show(escaped(element.dataset.tip).replaceAll("\n", "<br>"), box.right, box.top);
+      show(escaped(words).replaceAll("\n", "<br>"), box.right, box.top);
     };
     element.addEventListener("mouseenter", tell);
     element.addEventListener("focus", tell);
@@ -829,7 +857,7 @@ function writeKeys() {
   const ramp = kind => `<span class="key"><i class="${chunks > 1 ? "ramp" : ""}${kind === "recompute" ? " hatched" : ""}" style="background-color:${colours[kind][chunks >> 1]};` +
     (chunks > 1 && kind !== "recompute" ? `background-image:linear-gradient(90deg,${colours[kind].map((c, i) => `${c} ${100 * i / chunks}% ${100 * (i + 1) / chunks}%`).join()})` : "") + `"></i>${kind}</span>`;
   $("pipeline-keys").innerHTML = `<b>Pipeline</b> &nbsp; ${["forward", "backward", "recompute"].map(ramp).join("")}` +
-    (stages.some(stage => stage.chunks.some(chunk => chunk.ahead)) ? `<span class="key"><i style="background:var(--ahead)"></i>recompute begun early</span>` : "") +
+    (stages.some(stage => stage.ahead.some(Boolean)) ? `<span class="key"><i style="background:var(--ahead)"></i>recompute begun early</span>` : "") +
     `<span class="key"><i style="background:var(--idle)"></i>waiting (bubble)</span>` + (stages.some(stage => stage.copies) ? `<span class="key"><i style="background:var(--stall)"></i>waiting for copies</span>` +
     `<span class="key"><i style="background:var(--copies)"></i>copies of the stage that is picked</span>` : "") +
     (chunks > 1 ? `<span class="quiet">light: chunk 0, dark: chunk ${chunks - 1}</span>` : "");
