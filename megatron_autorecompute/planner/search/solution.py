@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_autorecompute.block_names import MEGATRON
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.step_interval import COVERAGE, StepErrors
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
@@ -149,9 +148,6 @@ def _busy_ps(problem: Problem, stage: int, policy: RecomputePolicy) -> int:
     return sum(unit.time_ps for unit in units)
 
 
-_TAKEN = "is taken:"
-_UNSURE = f"but not surely: it is shorter in fewer than {COVERAGE:.0%} of profiles."
-
 _SHOWN = 5e-6
 """A smaller share is 0.000% in the sentence."""
 
@@ -192,20 +188,11 @@ def gave_way(taken: str, faster: str, less: float) -> str:
         less: by how much it is faster, as a share.
     """
     if less < _SHOWN:
-        return f"{taken} {_TAKEN} {faster} takes as long by the profile's times."
-    return f"{taken} {_TAKEN} {faster} takes {less:.3%} less by the profile's times, {_UNSURE}"
-
-
-def without_gave_way(notes: Sequence[str]) -> list[str]:
-    """Notes of a plan, without such sentences of its own solution, for another plan in its place.
-
-    Sentences of a search of layouts or micro-batch sizes, which came before it, stay.
-    """
-    return [
-        note
-        for note in notes
-        if not (note.startswith(MEGATRON) and _TAKEN in note and note.endswith(_UNSURE))
-    ]
+        return f"{taken} is taken: {faster} takes as long by the profile's times."
+    return (
+        f"{taken} is taken: {faster} takes {less:.3%} less by the profile's times, but not surely: "
+        f"it is shorter in fewer than {COVERAGE:.0%} of profiles."
+    )
 
 
 def _reruns_no_more(policy: RecomputePolicy, other: RecomputePolicy) -> bool:
