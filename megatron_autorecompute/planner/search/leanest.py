@@ -9,17 +9,16 @@ fit; if a chunk finds none, nothing fits. Bisection then finds the lowest such p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from megatron_autorecompute.planner.cost import Bools, Ints
+from megatron_autorecompute.planner.cost import Ints
 from megatron_autorecompute.planner.search.stage_problem import (
     BACKWARD,
     FORWARD,
     HELD,
     HIGHEST,
     ChunkUnits,
+    Split,
     StageChoice,
     StageProblem,
 )
@@ -31,93 +30,70 @@ _FAR = 1 << 60
 
 def leanest(problem: StageProblem) -> StageChoice:
     """The choices with the lowest peak; of these, every chunk's hold the least they can."""
-    best = _fitting(problem, _FAR, np.zeros(len(problem.chunks), np.int64))
-    low, high = problem.floor_bytes, _peak_bytes(problem, best)
+    found, _ = _fitting(problem, _FAR, np.zeros(len(problem.chunks), np.int64))
+    assert found is not None  # without a limit everything fits
+    best, figures = found
+    low, high = problem.floor_bytes, _peak_bytes(problem, figures)
     while low < high:
         peak = (low + high) // 2
-        found = _fitting(problem, peak, best.held)
-        if found.ways:
-            best, high = found, _peak_bytes(problem, found)
+        found, short_bytes = _fitting(problem, peak, figures[:, HELD])
+        if found is None:
+            low = min(high, peak + short_bytes)
         else:
-            low = min(high, peak + found.short_bytes)
-    time_ps = sum(int(way.figures[:HELD].sum()) for way in best.ways)
-    return StageChoice(tuple(way.choices for way in best.ways), time_ps, high, time_ps)
+            best, figures = found
+            high = _peak_bytes(problem, figures)
+    time_ps = int(figures[:, :HELD].sum())
+    return StageChoice(best, time_ps, high, time_ps)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Way:
-    """The choices of one chunk that hold the least below two limits."""
-
-    choices: tuple[LayerPolicy, ...]
-    figures: Ints
-    """`[column]`, as of `ChunkUnits.plan`."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Found:
-    """What comes of one peak."""
-
-    ways: tuple[_Way, ...]
-    """The ways of every chunk; none where nothing fits."""
-    held: Ints
-    """`[chunk]` bytes."""
-    short_bytes: int
-    """The least number of further bytes that would have changed the result."""
-
-
-def _fitting(problem: StageProblem, peak: int, held: Ints) -> _Found:
-    """Whether anything has such a peak; chunks hold no less than they do under a higher one."""
-    held, short_bytes, rising = held.copy(), _FAR, True
-    ways: list[_Way | None] = [None] * len(problem.chunks)
-    while rising:
-        rising = False
+def _fitting(problem: StageProblem, peak: int, held: Ints) -> tuple[tuple[Split, Ints] | None, int]:
+    """Choices with such a peak and their figures, `[chunk, column]`, None where there are none; and
+    the least number of further bytes that would have changed the result. Chunks hold no less than
+    they do under a higher peak."""
+    short_bytes = _FAR
+    while True:
+        split, figures = list[tuple[LayerPolicy, ...]](), list[Ints]()
         for c, chunk in enumerate(problem.chunks):
-            way, short = _least(chunk, _limits(problem, c, peak, held))
+            room = peak - problem.constant - problem.counts @ held
+            own, forward = problem.running == c, problem.is_forward
+            limits = [room[own & each].min(initial=_FAR) for each in (forward, ~forward)]
+            choices, short = _least(chunk, np.array(limits))
             short_bytes = min(short_bytes, short)
-            if way is None:
-                return _Found((), held, short_bytes)
-            ways[c] = way
-            rising |= bool(way.figures[HELD] > held[c])
-            held[c] = max(held[c], way.figures[HELD])
-    return _Found(tuple(way for way in ways if way is not None), held, short_bytes)
+            if choices is None:
+                return None, short_bytes
+            split.append(choices)
+            figures.append(chunk.plan(choices))
+        rising = np.maximum(held, [own[HELD] for own in figures])
+        if np.array_equal(rising, held):
+            return (tuple(split), np.stack(figures)), short_bytes
+        held = rising
 
 
-def _limits(problem: StageProblem, chunk: int, peak: int, held: Ints) -> Ints:
-    """The limits of a chunk's highest points in forwards and in backwards."""
-    room = peak - problem.constant - problem.counts @ held
-    own, forward = problem.running == chunk, problem.is_forward
-    return np.array([room[own & each].min(initial=_FAR) for each in (forward, ~forward)])
-
-
-def _peak_bytes(problem: StageProblem, found: _Found) -> int:
-    figures = np.stack([way.figures for way in found.ways])
+def _peak_bytes(problem: StageProblem, figures: Ints) -> int:
     own = figures[problem.running, np.where(problem.is_forward, FORWARD, BACKWARD)]
-    needed = problem.constant + problem.counts @ found.held + own
+    needed = problem.constant + problem.counts @ figures[:, HELD] + own
     return int(max(needed.max(initial=0), problem.floor_bytes))
 
 
-def _least(units: ChunkUnits, limits: Ints) -> tuple[_Way | None, int]:
+def _least(units: ChunkUnits, limits: Ints) -> tuple[tuple[LayerPolicy, ...] | None, int]:
     """The choices of a chunk that hold the least of those below both limits, None where there are
     none; and by how much higher limits may be for the same answer.
 
-    From the first unit to the last it keeps the choices with the least held before each place, of
-    these the ones with the fewest runs of equal choices.
+    From the first unit to the last it keeps the choices with the least held before each place.
     """
     places, short_bytes = units.places, _FAR
-    held, runs = np.full(places + 1, _FAR), np.zeros(places + 1, np.int64)
-    held[0], came, last = 0, np.zeros((places + 1, 2), np.int64), [-1] * (places + 1)
-    for place, (rows, sizes, names) in enumerate(units.every):
+    held, came = np.full(places + 1, _FAR), np.zeros((places + 1, 2), np.int64)
+    held[0] = 0
+    for place, (rows, sizes, _) in enumerate(units.every):
         if held[place] >= _FAR:
             continue
         total = held[place] + rows[:, HELD]
         over = (total[:, None] + rows[:, HIGHEST] - limits).max(axis=1)
         short_bytes = min(short_bytes, int(over.min(initial=_FAR, where=over > 0)))
-        number = runs[place] + (names != last[place])
-        known = held[place + sizes], runs[place + sizes]
-        for at in _better(over <= 0, total, number, known):
-            to = place + int(sizes[at])
-            held[to], runs[to], came[to] = total[at], number[at], (place, at)
-            last[to] = int(names[at])
+        which = np.flatnonzero((over <= 0) & (total < held[place + sizes]))
+        which = which[np.argsort(-total[which], kind="stable")]  # the least is written last
+        held[place + sizes[which]] = total[which]
+        came[place + sizes[which], 0], came[place + sizes[which], 1] = place, which
     if held[-1] >= _FAR:
         return None, short_bytes
     choices, place = list[tuple[LayerPolicy, ...]](), places
@@ -125,13 +101,4 @@ def _least(units: ChunkUnits, limits: Ints) -> tuple[_Way | None, int]:
         before, at = came[place].tolist()
         choices.append(units.choice(before, at, place - before))
         place = before
-    whole = tuple(choice for own in reversed(choices) for choice in own)
-    return _Way(whole, units.plan(whole)), short_bytes
-
-
-def _better(fits: Bools, total: Ints, runs: Ints, known: tuple[Ints, Ints]) -> list[int]:
-    """Units that lead somewhere with less held, or as much in fewer runs; the best last."""
-    held, before = known
-    which = np.flatnonzero(fits & ((total < held) | ((total == held) & (runs < before))))
-    order: list[int] = which[np.lexsort((-which, -runs[which], -total[which]))].tolist()
-    return order
+    return tuple(choice for own in reversed(choices) for choice in own), short_bytes
