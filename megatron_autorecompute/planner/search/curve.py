@@ -12,7 +12,11 @@ from megatron_autorecompute.planner.search.manual import (
     settings_of_modules,
     settings_of_whole_layers,
 )
-from megatron_autorecompute.planner.search.offload import mixed, spreads, without_offload
+from megatron_autorecompute.planner.search.offload import (
+    spreads,
+    without_copies,
+    without_offload,
+)
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import deciding
 from megatron_autorecompute.planner.search.stage import Stage
@@ -68,7 +72,7 @@ def pareto(
 
 def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[CurvePoint, ...]:
     """Points of policies found without offload or copy times, replayed with their copies."""
-    relaxed = mixed(problem, 1.0)
+    relaxed = without_copies(problem)
     number = min(points, _RELAXED_POINTS)
     found = _least_busy(relaxed, number, lambda share: progress(share / 2))
     without = without_offload(problem)
