@@ -237,7 +237,7 @@ def make_plan(
         step_interval=StepErrors(problem.costs, solution.policy).interval(),
         profile=problem.profile,
         imbalance_percentile=problem.imbalance_percentile,
-        allowed=None if problem.only is None else problem.only.texts(),
+        allowed=problem.only.texts(),
         best_manual=_result(manual),
         megatron_flags=dict(megatron_flags or {}),
         notes=(

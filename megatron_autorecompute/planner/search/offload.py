@@ -30,7 +30,7 @@ from megatron_autorecompute.planner.search.manual import (
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import Solution, proven
 from megatron_autorecompute.planner.search.stage import Less, shrunk
-from megatron_autorecompute.planner.search.stage_problem import OnlyChoices, put_together
+from megatron_autorecompute.planner.search.stage_problem import put_together
 from megatron_autorecompute.planner.search.step import shortest
 from megatron_autorecompute.policy import WHOLE, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind
@@ -114,15 +114,19 @@ def _with_dear_copies(problem: Problem, price: float) -> RecomputePolicy | None:
 
 def without_offload(problem: Problem) -> Problem | None:
     """The problem if no layer offloaded; None where some layers can do nothing else."""
-    kinds = [{record.policy for record in kind.choices} for kind in problem.profile.kinds]
-    if problem.only is not None and not problem.only.every:
-        kinds = [{c for c in choices if c in problem.only.choices} for choices in kinds]
-    plain = [{c for c in choices if not c.offload and c.group == 1} for choices in kinds]
+    plain = [
+        {
+            record.policy
+            for record in kind.choices
+            if not record.policy.offload
+            and record.policy.group == 1
+            and (problem.only.choices is None or record.policy in problem.only.choices)
+        }
+        for kind in problem.profile.kinds
+    ]
     if not all(plain):
         return None
-    given = problem.only
-    groups = given is None or given.groups or given.every
-    only = OnlyChoices(frozenset().union(*plain), groups, given is not None and given.ahead)
+    only = replace(problem.only, choices=frozenset().union(*plain))
     return replace(problem, allowed=only.texts())
 
 

@@ -10,7 +10,7 @@ max over its units of (held of the units up to it + its transient).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -21,7 +21,13 @@ from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost import Bools, Ints
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment
-from megatron_autorecompute.planner.cost.peak_memory import StageBase, turned
+from megatron_autorecompute.planner.cost.peak_memory import (
+    StageBase,
+    stage_base,
+    stage_moments,
+    turned,
+)
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.cost.unit_costs import CostTable, Unit
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 
@@ -37,18 +43,20 @@ EARLY = "ahead"
 class OnlyChoices:
     """A restriction of the choices that may be used."""
 
-    choices: frozenset[LayerPolicy]
-    """Choices of a single layer."""
+    choices: frozenset[LayerPolicy] | None
+    """Choices of a single layer; None: every recorded one."""
     groups: bool
     """Whether checkpoints around several layers may be used, of any size."""
-    ahead: bool = False
+    ahead: bool
     """Whether full layers may begin their recompute before the gradient is there."""
 
     @classmethod
-    def parse(cls, texts: Iterable[str]) -> OnlyChoices:
+    def parse(cls, texts: Iterable[str] | None) -> OnlyChoices:
         """Read choices; `full/N` stands for all groups, `ahead` for `+ahead` of all. Raises
         PolicyError for other texts."""
-        wanted = set(texts)
+        wanted = {EARLY} if texts is None else set(texts)
+        if wanted == {EARLY}:
+            return cls(None, True, texts is not None)
         alone = frozenset(LayerPolicy.parse(text) for text in wanted - {GROUPS, EARLY})
         for choice in alone:
             if choice.group > 1:
@@ -57,28 +65,21 @@ class OnlyChoices:
                 raise PolicyError(f"{choice}: +ahead is allowed for all choices, as {EARLY}.")
         return cls(alone, GROUPS in wanted, EARLY in wanted)
 
-    @property
-    def every(self) -> bool:
-        """Whether every recorded choice is allowed."""
-        return self.ahead and not self.choices and not self.groups
-
-    def texts(self) -> tuple[str, ...]:
+    def texts(self) -> tuple[str, ...] | None:
         """What `parse` reads, sorted."""
+        if self.choices is None:
+            return (EARLY,) if self.ahead else None
         more = [GROUPS] * self.groups + [EARLY] * self.ahead
         return tuple(sorted([*map(str, self.choices), *more]))
-
-    def and_also(self, choice: LayerPolicy) -> OnlyChoices:
-        """These choices, and one more choice of a single layer."""
-        return self if self.every else replace(self, choices=self.choices | {choice})
 
     def allow(self, table: CostTable, layer: int, choice: LayerPolicy) -> bool:
         """Whether a layer may have a choice; an inert choice counts as the choice it equals."""
         if choice.ahead and not self.ahead:
             return False
-        if choice.group > 1 or self.every:
-            return self.groups or self.every
-        choice = choice.in_time
-        return not self.choices.isdisjoint(table.names(layer, choice))
+        if choice.group > 1:
+            return self.groups
+        names = table.names(layer, choice.in_time)
+        return self.choices is None or not self.choices.isdisjoint(names)
 
 
 COLUMNS = FORWARD_PS, BACKWARD_PS, HELD, FORWARD, BACKWARD = range(5)
@@ -95,11 +96,11 @@ class ChunkUnits:
         table: the table of what choices cost.
         chunk: the chunk of the layout.
         boundary_bytes: the bytes of the gradient of its output.
-        only: the choices that may be used; None allows every recorded choice.
+        only: the choices that may be used.
     """
 
     def __init__(
-        self, table: CostTable, chunk: Chunk, boundary_bytes: int, only: OnlyChoices | None = None
+        self, table: CostTable, chunk: Chunk, boundary_bytes: int, only: OnlyChoices
     ) -> None:
         before, after = table.pseudo_layers(chunk)
         self.layers, self.first, self.full = chunk.layers, len(before), table.full
@@ -116,9 +117,8 @@ class ChunkUnits:
             for place, (own, kept) in enumerate(costs)
         ]
         """The options of a single unit at each place, `[choice, column]`."""
-        grouped = only is None or only.groups or only.every
         self.together: list[Ints] = [
-            self._checkpoints(table, place, gradient, grouped) for place in range(self.places)
+            self._checkpoints(table, place, gradient, only.groups) for place in range(self.places)
         ]
         """The checkpoints of several layers that begin at each place, `[number - 2, column]`."""
 
@@ -202,11 +202,11 @@ def _rows(costs: Ints, gradient: Ints | int) -> Ints:
     return np.stack([forward_ps, backward_ps, held, forward, backward + gradient], 1)
 
 
-def _allowed(table: CostTable, layer: int, only: OnlyChoices | None) -> tuple[LayerPolicy, ...]:
-    policies = tuple(p for p in table.choices(layer) if only is None or only.allow(table, layer, p))
+def _allowed(table: CostTable, layer: int, only: OnlyChoices) -> tuple[LayerPolicy, ...]:
+    policies = tuple(p for p in table.choices(layer) if only.allow(table, layer, p))
     if not policies:
         raise ProfileError(
-            f"None of the allowed choices {list(only.texts() if only else ())} has a record for "
+            f"None of the allowed choices {list(only.texts() or ())} has a record for "
             f"layer {layer}, which has {', '.join(map(str, table.choices(layer)))}. Allow one of "
             "these."
         )
@@ -229,25 +229,23 @@ class StageProblem:
     """Peak outside forwards and backwards: static bytes and the optimizer step."""
     paired: Bools
     """Whether an event is one of two side by side, here without the other, or in part a CUDA graph:
-    see `side_by_side`."""
-    true_peak: Callable[[Split], int] | None = None
-    """Peak of choices; None where the moments say it, because no event is such a one."""
+    what it truly needs may be more, by no sum over chunks."""
 
     def apart(self, added_bytes: int) -> StageProblem:
-        """This problem with some bytes added to these events, and without a true peak."""
-        return replace(self, constant=self.constant + self.paired * added_bytes, true_peak=None)
+        """This problem with some bytes added to these events."""
+        return replace(self, constant=self.constant + self.paired * added_bytes)
 
 
-def stage_problem(
-    chunks: Sequence[ChunkUnits],
-    moments: Sequence[Moment],
-    base: StageBase,
-    true_peak: Callable[[Split], int] | None = None,
-) -> StageProblem:
-    """Combine chunks and moments, without the moments that others imply."""
+def stage_problem(costs: PolicyCosts, stage: int, only: OnlyChoices) -> StageProblem:
+    """The problem of one stage, without the moments that others imply."""
+    profile = costs.profile
+    base = stage_base(profile, costs.layout, stage, "high")
+    moments = stage_moments(profile, costs.schedule, stage)
+    own = costs.layout.stages[stage]
+    chunks = [ChunkUnits(costs.high, chunk, base.boundary_bytes, only) for chunk in own]
     pairs = [moment for moment in moments if moment.beside is not None]
-    graphs = true_peak is not None and not any(m.in_parts for m in moments)
-    moments = [*moments, *map(turned, pairs)]
+    graphs = profile.graphs_of_layers and not any(m.in_parts for m in moments)
+    moments = (*moments, *map(turned, pairs))
     kept = [moment for moment in moments if not _implied(moment, moments, chunks, base)]
     return StageProblem(
         tuple(chunks),
@@ -257,7 +255,6 @@ def stage_problem(
         np.array([base.constant_bytes(m.direction, m.extra, m.deferred) for m in kept], np.int64),
         base.static.total_bytes + base.optimizer_step_peak_bytes,
         np.array([graphs or moment.in_parts for moment in kept], np.bool_),
-        true_peak,
     )
 
 

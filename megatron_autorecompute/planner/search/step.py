@@ -27,7 +27,7 @@ from megatron_autorecompute.planner.search.manual import best_manual, fits
 from megatron_autorecompute.planner.search.master import Master, Replay
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import Solution, proven
-from megatron_autorecompute.planner.search.stage import Stage, ascending
+from megatron_autorecompute.planner.search.stage import Stage
 from megatron_autorecompute.planner.search.stage_plans import StagePlans
 from megatron_autorecompute.planner.search.stage_problem import HELD, Split, put_together
 from megatron_autorecompute.policy import RecomputePolicy
@@ -83,9 +83,7 @@ class StepSearch:
         self.stages = [_plans(stage, budget, 0) for stage, budget in pairs]
         """The stages as if nothing ran side by side."""
         self.tight = [
-            plain
-            if stage.problem.true_peak is None
-            else _plans(stage, budget, stage.shrunk(budget)[1])
+            plain if stage.is_plain else _plans(stage, budget, stage.shrunk(budget)[1])
             for plain, (stage, budget) in zip(self.stages, pairs, strict=True)
         ]
         """With bytes added to events, so that what they list mostly fits truly."""
@@ -115,15 +113,13 @@ class StepSearch:
     def _truly(self, stage: int, row: tuple[int, ...]) -> tuple[int, ...] | None:
         """A plan, or the same with its layers in the order of what they hold; None where neither
         truly fits."""
-        problem, own = self._searches[stage].problem, self.stages[stage]
-        if problem.true_peak is None:
+        search, own = self._searches[stage], self.stages[stage]
+        if search.is_plain:
             return row
-        split = own.choices(row)
-        for one in (split, ascending(problem, split)):
-            if problem.true_peak(one) <= self.budgets[stage]:
-                pairs = zip(own.plans, one, strict=True)
-                return tuple(plans.add(policies) for plans, policies in pairs)
-        return None
+        peak_bytes, split = search.arranged(own.choices(row))
+        if peak_bytes > self.budgets[stage]:
+            return None
+        return tuple(plans.add(policies) for plans, policies in zip(own.plans, split, strict=True))
 
     def start(self, splits: Sequence[Split]) -> None:
         """Begin with choices that fit."""

@@ -84,9 +84,9 @@ def _smaller_micro_batch(problem: Problem) -> Proposals:
 
 
 def _full_recompute(problem: Problem) -> Proposals:
-    only = problem.only and problem.only.and_also(FULL)
-    if only is not None and only != problem.only:
-        yield "full recompute as a choice", replace(problem, allowed=only.texts()), {}
+    if FULL not in (problem.only.choices or {FULL}):
+        allowed = *(problem.allowed or ()), str(FULL)
+        yield "full recompute as a choice", replace(problem, allowed=allowed), {}
 
 
 def _other_layout(problem: Problem) -> Proposals:
