@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import partial
 
 from megatron_autorecompute.planner.cost.copies import host_link
-from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.search.manual import (
     fastest_that_fits,
     fastest_whole,
@@ -25,7 +24,6 @@ from megatron_autorecompute.planner.search.manual import (
     has_room,
     may_offload,
     settings_of_modules,
-    settings_of_whole_layers,
 )
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import Solution, proven
@@ -128,13 +126,6 @@ def without_offload(problem: Problem) -> Problem | None:
         return None
     only = replace(problem.only, choices=frozenset().union(*plain))
     return replace(problem, allowed=only.texts())
-
-
-def leanest_whole(problem: Problem) -> tuple[RecomputePolicy, PolicyCost] | None:
-    """Megatron's `cpu_offloading/N` with the lowest peak that host memory has room for."""
-    costs = ((one, problem.cost(one)) for one in settings_of_whole_layers(problem))
-    fitting = [found for found in costs if has_room(problem, found[0])]
-    return min(fitting, key=lambda found: found[1].peak_high_bytes, default=None)
 
 
 def bought(problem: Problem, solution: Solution) -> str:

@@ -83,8 +83,6 @@ class Problem:
     """Texts of the choices that may be used, such as "none" and "selective[core_attn]"; `full/N`
     stands for checkpoints around several layers. None allows every recorded choice. `ahead` lets
     full layers recompute ahead, alone beside every recorded choice."""
-    known: tuple[RecomputePolicy, ...] = ()
-    """Policies of this model. No plan is slower than one of these that fits and is allowed."""
 
     def __post_init__(self) -> None:
         check_layout(self.profile, self.layout, self.schedule)
@@ -107,9 +105,9 @@ class Problem:
                     "an int for all stages, such as 70 << 30, or one for each."
                 )
 
-    def at(self, budget: Budget, known: Sequence[RecomputePolicy] = ()) -> Problem:
-        """This problem with another budget and known plans; what depends on neither is shared."""
-        other = replace(self, budget=budget, known=tuple(known))
+    def at(self, budget: Budget) -> Problem:
+        """This problem with another budget; what does not depend on it is shared."""
+        other = replace(self, budget=budget)
         vars(other)["stages"] = self.stages
         return other
 

@@ -231,7 +231,7 @@ class _Search:
                 self.bounds_ms.append(bound_ms)
                 return
             if problem is None:  # a closer bound is to be had
-                problem = replace(self.problems[number], layout=layout, known=())
+                problem = replace(self.problems[number], layout=layout)
                 bound_ms = max(bound_ms, least[number].step_ms(problem))
                 heapq.heappush(left, (bound_ms, at, number, layout, problem))
                 continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.step_interval import COVERAGE, StepErrors
@@ -100,21 +100,6 @@ def proven(
     return Solution(policy, cost, tuple(evidence), StepEvidence.of(cost.step_ms, bound_ms))
 
 
-def instead(problem: Problem, policy: RecomputePolicy, fastest: Solution) -> Solution:
-    """A policy in place of the fastest one, whose budgets it fits; nothing is searched."""
-    cost = problem.cost(policy)
-    evidence = (
-        stage_evidence(problem, own.stage, policy, cost, own.bound_ms) for own in fastest.evidence
-    )
-    return Solution(
-        policy,
-        cost,
-        tuple(evidence),
-        StepEvidence.of(cost.step_ms, fastest.step_evidence.bound_ms),
-        fastest.without_offload_ms,
-    )
-
-
 def stage_evidence(
     problem: Problem, stage: int, policy: RecomputePolicy, cost: PolicyCost, bound_ms: float | None
 ) -> StageEvidence:
@@ -172,8 +157,13 @@ def simpler_within_errors(
     own = StepErrors(problem.costs, fastest.policy)
     if own.surely_shorter(StepErrors(problem.costs, simple)):
         return fastest, ()
-    simpler = instead(problem, simple, fastest)
-    less = 1 - fastest.cost.step_ms / simpler.cost.step_ms
+    cost, known = problem.cost(simple), fastest.evidence
+    evidence = (stage_evidence(problem, o.stage, simple, cost, o.bound_ms) for o in known)
+    step = StepEvidence.of(cost.step_ms, fastest.step_evidence.bound_ms)
+    simpler = replace(
+        fastest, policy=simple, cost=cost, evidence=tuple(evidence), step_evidence=step
+    )
+    less = 1 - fastest.cost.step_ms / cost.step_ms
     if less < _SHOWN:
         return simpler, ()
     return simpler, (gave_way(manual.name, fastest.policy.format(), less),)

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
@@ -118,10 +117,8 @@ class Tables:
 
     def of(self, units: ChunkUnits, *, forward: bool) -> ChunkTable:
         """The table of a chunk, with the highest point in a forward or without."""
-        digest = blake2b()
-        for rows in (*units.alone, *units.together):
-            digest.update(len(rows).to_bytes(8, "little") + rows.tobytes())
-        key = digest.digest(), tuple(units.policies), forward
+        rows = tuple(rows.tobytes() for rows in (*units.alone, *units.together))
+        key = rows, tuple(units.policies), forward
         if key not in self._known:
             self._known[key] = ChunkTable(units, forward=forward)
         return self._known[key]

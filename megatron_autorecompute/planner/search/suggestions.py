@@ -98,7 +98,7 @@ def _other_layout(problem: Problem) -> Proposals:
         flags = layout_flags(layout, pattern_of_job(model.facts))
         text = " ".join(f"{name} {value}" for name, value in flags.items())
         settings = {FIELDS[name]: value for name, value in flags.items()}
-        yield f"another layout: {text}", replace(problem, layout=layout, known=()), settings
+        yield f"another layout: {text}", replace(problem, layout=layout), settings
 
 
 def _nearest(asked: Layout) -> Iterator[Layout]:
@@ -132,7 +132,6 @@ def _more_stages(problem: Problem) -> Proposals:
             _repeated(problem.schedule, times), num_stages=stages, microbatch_group_size=None
         ),
         budget=max(problem.budgets),
-        known=(),
     )
     text = f"{stages} pipeline stages instead of {stages // 2}{where}"
     yield text, moved, {"pipeline_model_parallel_size": stages, **gpus}
