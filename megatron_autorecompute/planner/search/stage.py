@@ -167,12 +167,6 @@ class Stage:
         return min(peaks, key=lambda own: own[0])
 
     @cached_property
-    def tables(self) -> list[ChunkTable]:
-        """The table of every chunk."""
-        forward = bool(self.problem.is_forward.any())
-        return [self._tables.of(chunk, forward=forward) for chunk in self.problem.chunks]
-
-    @cached_property
     def least_ps(self) -> int:
         """Time of the fastest choices, at any peak."""
         places = (rows for chunk in self.problem.chunks for rows in chunk.alone)
@@ -215,9 +209,10 @@ class Stage:
 
     def _open(self) -> list[Plans]:
         """The search state of every chunk, shared by equal chunks."""
-        tables = {id(table): table for table in self.tables}
-        own = {key: Plans(table) for key, table in tables.items()}
-        return [own[id(table)] for table in self.tables]
+        forward = bool(self.problem.is_forward.any())
+        tables = [self._tables.of(chunk, forward=forward) for chunk in self.problem.chunks]
+        own = {id(table): Plans(table) for table in tables}
+        return [own[id(table)] for table in tables]
 
     def fastest(self, budget: int) -> StageChoice | None:
         """The least busy choices whose peak is at most the budget; None when none fit."""
