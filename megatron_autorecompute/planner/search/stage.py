@@ -20,7 +20,6 @@ import numpy as np
 
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.search.chunk_plans import ChunkTable, Plans
-from megatron_autorecompute.planner.search.leanest import leanest
 from megatron_autorecompute.planner.search.stage_plans import LEAST_WORK, WORK, StagePlans
 from megatron_autorecompute.planner.search.stage_problem import (
     BACKWARD,
@@ -30,6 +29,7 @@ from megatron_autorecompute.planner.search.stage_problem import (
     Split,
     StageChoice,
     StageProblem,
+    leanest,
     runs,
     stage_problem,
 )
