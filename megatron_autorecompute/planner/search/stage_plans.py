@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -458,29 +459,41 @@ class Program:
     def __init__(
         self, stages: Sequence[StagePlans], pools: Sequence[Pools], paths: Floats, residual: Floats
     ) -> None:
-        from scipy.sparse import csr_array  # 0.2 s to import
+        from scipy.sparse import csr_array, vstack  # 0.2 s to import
 
-        self.stages, self.shape, self.paths = stages, residual.shape, len(paths)
+        self.stages, self.shape = stages, residual.shape
         self.keys = [(s, c) for s, stage in enumerate(stages) for c in stage.chunks]
         self.rows = [stages[s].plans[c].rows[list(pools[s][c])] for s, c in self.keys]
-        self.starts = np.cumsum([0, *map(len, self.rows)])
-        room = np.concatenate([stage.room / stage.budget for stage in stages])
-        first = np.cumsum([self.paths, *(len(stage.room) for stage in stages)])
+        sizes = list(map(len, self.rows))
+        self.starts = np.concatenate([[0], np.cumsum(sizes)])
+        number, which = int(self.starts[-1]), np.repeat(np.arange(len(sizes)), sizes)
+        parts = zip(self.keys, self.rows, strict=True)
+        lengths = np.hstack([paths[:, :, s, c] @ own[:, :HELD].T for (s, c), own in parts])
         fixed = (paths * residual).sum(axis=(1, 2, 3))
-        at_most = np.zeros((self.paths + len(room), self.starts[-1] + 1))
-        one_each = np.zeros((len(self.keys), self.starts[-1] + 1))
-        for number, ((s, c), own) in enumerate(zip(self.keys, self.rows, strict=True)):
-            columns = slice(*self.starts[number : number + 2])
-            at_most[: self.paths, columns] = paths[:, :, s, c] @ own[:, :HELD].T
-            loads = stages[s].loads(c, own) / stages[s].budget
-            at_most[first[s] : first[s + 1], columns] = loads.T
-            one_each[number, columns] = 1
-        self.scale = max(1.0, float(at_most[: self.paths].max() + fixed.max()))
-        at_most[: self.paths] /= self.scale
-        at_most[: self.paths, -1] = -1
-        self.at_most, self.one_each = csr_array(at_most), csr_array(one_each)
+        self.scale = max(1.0, float(lengths.max() + fixed.max()))
+        longer = np.hstack([lengths / self.scale, np.full((len(paths), 1), -1.0)])
+        room = np.concatenate([stage.room / stage.budget for stage in stages])
+        self.at_most = vstack([csr_array(longer), self._bytes((len(room), number + 1))]).tocsr()
         self.room = np.concatenate([-fixed / self.scale, room])
-        self.costs = np.append(np.zeros(self.starts[-1]), 1.0)
+        ones = np.ones(number), (which, np.arange(number))
+        self.one_each = csr_array(ones, (len(sizes), number + 1))
+        self.costs = np.append(np.zeros(number), 1.0)
+        self.paths = len(paths)
+
+    def _bytes(self, shape: tuple[int, int]) -> Any:
+        """Bytes of plans at all stages' moments, as shares of budgets."""
+        from scipy.sparse import coo_array
+
+        rows, columns, data = [], [], []
+        first = np.cumsum([0, *(len(stage.room) for stage in self.stages)])
+        for (s, c), own, start in zip(self.keys, self.rows, self.starts.tolist(), strict=False):
+            load = self.stages[s].loads(c, own) / self.stages[s].budget
+            plan, moment = np.nonzero(load)
+            rows.append(first[s] + moment)
+            columns.append(start + plan)
+            data.append(load[plan, moment])
+        where = np.concatenate(rows), np.concatenate(columns)
+        return coo_array((np.concatenate(data), where), shape)
 
     def mixture(self) -> Mixture | None:
         """The best mixture; None where the solver gives none."""
