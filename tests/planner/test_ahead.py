@@ -15,7 +15,7 @@ from megatron_autorecompute.planner.search.manual import fits
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.profile import HostTimes
+from megatron_autorecompute.profile import ChoiceRecord, HostTimes
 from megatron_autorecompute.report.timeline import timeline
 from tests.planner.random_profiles import drawn
 from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
@@ -72,6 +72,34 @@ def test_no_choices_make_a_shorter_step_than_the_bound_and_none_is_slower_with_m
     assert count >= 20
     assert shorter >= 3
     assert best >= 0.8 * count, (best, count)
+
+
+@pytest.mark.long
+def test_a_larger_budget_makes_no_slower_plan():
+    begun, count = 0, 0
+    for problem in [problem_of(1 << 40), *itertools.islice(small_problems(), 6)]:
+        stages = problem.at(1 << 40).stages
+        low = max(choice.peak_bytes for choice in stages.leanest)
+        high = max(low + 1, *(choice.peak_bytes for choice in stages.fastest))
+        steps = []
+        for number in range(16):
+            found = solve(problem.at(low + (high - low) * number // 15))
+            steps.append(found.cost.step_ms)
+            begun += found.policy.is_ahead
+        assert steps == sorted(steps, reverse=True)
+        count += 1
+    assert count == 7
+    assert begun > 10, begun
+
+
+def test_nor_does_it_where_stages_and_choices_are_many():
+    some = ChoiceRecord("selective[mlp]", 45, 10, 60, 10.0, 24.0)
+    profile = uniform_profile(32, NONE, some, FULL, boundary_bytes=4)
+    layout, schedule = Layout.from_flags(32, 8), Schedule(8, 1, 16)
+    problem = Problem(profile, layout, schedule, 1 << 40, None, ("ahead",))
+    found = [solve(problem.at(budget)) for budget in (853, 927)]
+    assert all(each.policy.is_ahead for each in found)
+    assert found[1].cost.step_ms <= found[0].cost.step_ms
 
 
 def test_what_begins_early_counts_from_the_wait_to_its_backward():

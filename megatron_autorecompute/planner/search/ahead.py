@@ -1,16 +1,17 @@
 """Which layers recompute ahead: marks on found choices that make the step shorter.
 
 A recompute that begins early takes bytes and never makes a step longer. Choices that hold less
-leave more room for that. So rungs of a ladder of smaller budgets give each stage's choices, and
-every rung begins early as many layers as fit, the last ones first. Stages take over each other's
-rungs while the step gets shorter.
+leave more room for that. So rungs of a ladder of budgets give each stage's choices, and at each of
+some levels of memory every rung begins early as many layers as fit, the last ones first. Stages
+take over each other's rungs while the step gets shorter. Rungs and levels are the same whatever the
+budget is, and a level goes on from what the one below found: so with more memory no step is longer.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,88 +22,132 @@ from megatron_autorecompute.planner.cost.step_time import finished, step_unit
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import Solution, StageEvidence, proven
-from megatron_autorecompute.planner.search.stage_problem import put_together
+from megatron_autorecompute.planner.search.stage_problem import StageChoice, put_together
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 
-_RUNG = 1.02
-"""So much more memory has each rung, from the least to where nothing binds."""
-_STARTS = 8
-"""The starts with one rung for all stages."""
+_LEVEL, _LEVELS_A_RUNG = 1.01, 2
+"""So much more memory has each level, from the least to where nothing binds."""
+
+_STARTS = 2
+"""The starts with one rung for all stages, beside what the level below found."""
 
 
 def with_early(problem: Problem, found: Solution) -> Solution:
     """The solution, or a policy with layers that recompute ahead if its step is shorter; with a
     bound on all such."""
-    ladder = [_begun(problem, policy) for policy in (*_rungs(problem), found.policy)]
-    best = _put_together(problem, ladder, _descended(problem, ladder))
+    best = _Levels(problem).shortest()
     shorter = problem.costs.step_ms(best) < problem.costs.step_ms(found.policy)
     best = _without_needless(problem, best) if shorter else found.policy
     return proven(problem, best, _bound_ms(problem, found.evidence))
 
 
-def _rungs(problem: Problem) -> Iterator[RecomputePolicy]:
-    """The least busy choices of all stages with less and more memory, within the budgets."""
-    stages, layout = problem.stages, problem.layout
-    yield put_together(layout, [choice.policies for choice in stages.leanest])
-    level = max(choice.peak_bytes for choice in stages.leanest)
-    high = max(choice.peak_bytes for choice in stages.fastest)
-    while level <= min(max(problem.budgets), high):
-        pairs = zip(stages.all, problem.budgets, strict=True)
-        found = [stage.fastest(min(level, budget)) for stage, budget in pairs]
-        yield put_together(layout, [choice.policies for choice in found if choice is not None])
-        level = 1 + int(level * _RUNG)
+@dataclass(frozen=True, slots=True)
+class _Rung:
+    """Choices of one stage; one more of its units begins early in each policy."""
+
+    policies: list[RecomputePolicy]
+    peaks: Ints
+    times: Ints
+    """`[policy, forward or backward or ahead, chunk]`, ps."""
+
+    def most(self, budget: int) -> int:
+        """The last policy that fits; -1 if none does."""
+        return max(np.flatnonzero(self.peaks <= budget).tolist(), default=-1)
 
 
-def _begun(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
-    """The policy with as many units begun early on each stage as fit, the last ones first."""
-    for stage, budget in enumerate(problem.budgets):
-        chunks = reversed(problem.layout.stages[stage])
-        units = [unit for chunk in chunks for unit in _units(problem, policy, chunk)]
-        tries = [_marked(policy, units[:count]) for count in range(len(units) + 1)]
-        fitting = [one for one in tries if problem.costs.peak_alone(stage, one).bytes <= budget]
-        policy = fitting[-1]
-    return policy
+class _Levels:
+    """Looks for the shortest step at one level of memory after the other."""
 
+    def __init__(self, problem: Problem) -> None:
+        self._problem, stages = problem, problem.stages
+        self._residual = residual_times(problem.table, problem.layout)
+        low = max(choice.peak_bytes for choice in stages.leanest)
+        high = max(max(choice.peak_bytes for choice in stages.fastest), low)
+        self._levels = [low]
+        while (level := 1 + int(self._levels[-1] * _LEVEL)) <= min(max(problem.budgets), high):
+            self._levels.append(level)
+        self._ladder = [self._rungs(stages.leanest)]
+        for level in self._levels[::_LEVELS_A_RUNG]:
+            found = [stage.fastest(level) for stage in stages.all]
+            self._ladder.append(self._rungs([choice for choice in found if choice is not None]))
+        slowest = np.array([[rung.times[0].sum() for rung in own] for own in self._ladder])
+        self._unit = step_unit(problem.schedule, float(slowest.max(axis=0).sum()))
 
-def _descended(problem: Problem, ladder: Sequence[RecomputePolicy]) -> Ints:
-    """The best rung of each stage, `[stage]`: from one for all, one stage after the other."""
-    residual = residual_times(problem.table, problem.layout)
-    found = [times_of(problem.costs.units(policy)).plus(residual) for policy in ladder]
-    nothing = np.zeros_like(residual.forward)
-    ahead = (nothing if own.ahead is None else own.ahead for own in found)
-    times = np.stack([np.stack([*own.both, a]) for own, a in zip(found, ahead, strict=True)])
-    unit = step_unit(problem.schedule, float(times[:, :2].sum(axis=(1, 3)).max(axis=0).sum()))
-    rungs, stages = np.arange(len(ladder)), np.arange(problem.layout.num_stages)
+    def shortest(self) -> RecomputePolicy:
+        """The best found at the highest level within the budgets."""
+        count = self._problem.layout.num_stages
+        chosen, before = np.zeros((1, count), np.intp), np.zeros(0, np.intp)
+        for number, level in enumerate(self._levels):
+            ladder = self._ladder[: number // _LEVELS_A_RUNG + 2]
+            budgets = [min(level, own) for own in self._problem.budgets]
+            most = np.array([list(map(_Rung.most, rungs, budgets)) for rungs in ladder])
+            if not np.array_equal(most, before):
+                chosen, before = self._descended(chosen, most), most
+        layers = list(self._ladder[0][0].policies[0].layers)
+        for stage, rung in enumerate(chosen[0]):
+            policy = self._ladder[rung][stage].policies[most[rung, stage]]
+            for layer in _layers(self._problem, stage):
+                layers[layer] = policy.layers[layer]
+        return RecomputePolicy(tuple(layers))
 
-    def steps(chosen: Ints) -> Ints:
+    def _rungs(self, choices: Sequence[StageChoice]) -> list[_Rung]:
+        policy = put_together(self._problem.layout, [choice.policies for choice in choices])
+        return [self._rung(stage, policy) for stage in range(len(choices))]
+
+    def _rung(self, stage: int, policy: RecomputePolicy) -> _Rung:
+        problem, chunks = self._problem, self._problem.layout.stages[stage]
+        units = [unit for c in reversed(chunks) for unit in _units(problem, policy, c)]
+        marked = (_marked(policy, units[:count]) for count in range(len(units) + 1))
+        policies, peaks, times = list(marked), list[int](), list[Ints]()
+        rest = np.stack([self._residual.forward[stage], self._residual.backward[stage]])
+        for each in policies:
+            peaks.append(problem.costs.peak_alone(stage, each).bytes)
+            found = times_of([[problem.table.chunk_units(chunk, each) for chunk in chunks]])
+            both = np.maximum(np.concatenate([found.forward, found.backward]) + rest, 0)
+            ahead = both[1:] * 0 if found.ahead is None else np.minimum(found.ahead, both[1:])
+            times.append(np.concatenate([both, ahead]))
+        return _Rung(policies, np.array(peaks), np.stack(times))
+
+    def _descended(self, before: Ints, most: Ints) -> Ints:
+        """The best rung of each stage, `[1, stage]`: from those of before, or from one for all,
+        one stage after the other."""
+        times = np.array(
+            [
+                [rung.times[max(at, 0)] for rung, at in zip(rungs, row, strict=True)]
+                for rungs, row in zip(self._ladder, most, strict=False)
+            ]
+        )
+        alike = np.flatnonzero((most >= 0).all(axis=1))
+        chosen = np.concatenate([before, np.repeat(alike[:, None], most.shape[1], axis=1)])
+        steps = self._steps(times, chosen)
+        first = np.unique([0, *np.argsort(steps, kind="stable")[:_STARTS]])
+        chosen, steps, are_better = chosen[first], steps[first], True
+        while are_better:
+            were = steps
+            for stage in range(most.shape[1]):
+                rungs = np.flatnonzero(most[:, stage] >= 0)
+                tried = np.repeat(chosen[:, None], len(rungs), axis=1)
+                tried[:, :, stage] = rungs
+                found = self._steps(times, tried)
+                best = found.argmin(axis=1)
+                better = found.min(axis=1) < steps
+                chosen[better, stage] = rungs[best[better]]
+                steps = np.minimum(steps, found.min(axis=1))
+            are_better = bool((steps < were).any())
+        best_of_all: Ints = chosen[[steps.argmin()]]
+        return best_of_all
+
+    def _steps(self, times: Ints, chosen: Ints) -> Ints:
         """The steps of rungs `[..., stage]`, in the unit."""
-        own = times[chosen, :, stages].reshape(-1, len(stages), *times.shape[1::2])
-        ends = finished(problem.schedule, *np.moveaxis(own, (2, 0), (0, -1)) // unit).max(axis=0)
-        return np.asarray(ends.reshape(chosen.shape[:-1]))
-
-    alike = np.repeat(rungs[:, None], len(stages), axis=1)
-    chosen = alike[np.argsort(steps(alike), kind="stable")[:_STARTS]]
-    ends, are_better = steps(chosen), True
-    while are_better:
-        before = ends
-        for stage in stages:
-            tried = np.repeat(chosen[:, None], len(rungs), axis=1)
-            tried[:, :, stage] = rungs
-            of_rungs = steps(tried)
-            ends = of_rungs.min(axis=1)
-            chosen = tried[np.arange(len(chosen)), of_rungs.argmin(axis=1)]
-        are_better = bool((ends < before).any())
-    best: Ints = chosen[ends.argmin()]
-    return best
+        own = times[chosen, np.arange(chosen.shape[-1])].reshape(-1, *times.shape[1:])
+        forward, backward, ahead = np.moveaxis(own, (2, 0), (0, -1)) // self._unit
+        found: Ints = finished(self._problem.schedule, forward, backward, ahead).max(axis=0)
+        steps: Ints = found.reshape(chosen.shape[:-1])
+        return steps
 
 
-def _put_together(problem: Problem, ladder: list[RecomputePolicy], chosen: Ints) -> RecomputePolicy:
-    """The policy in which every stage has its own rung."""
-    layers = list(ladder[0].layers)
-    for chunks, rung in zip(problem.layout.stages, chosen.tolist(), strict=True):
-        for layer in itertools.chain.from_iterable(chunk.layers for chunk in chunks):
-            layers[layer] = ladder[rung].layers[layer]
-    return RecomputePolicy(tuple(layers))
+def _layers(problem: Problem, stage: int) -> Iterable[int]:
+    return itertools.chain.from_iterable(chunk.layers for chunk in problem.layout.stages[stage])
 
 
 def _without_needless(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:
