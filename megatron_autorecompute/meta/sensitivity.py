@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.job import Job
@@ -41,8 +40,8 @@ def sensitivity(
         for factor in (1 - MOVED, 1 + MOVED):
             progress(f"{job.name}: {name} x {factor:g}")
             there = problem_of(job, device, efficiency.scaled(name, factor), budget_bytes)
-            best = solve(replace(there, known=(assumed.policy,)))
-            loss = there.cost(assumed.policy).step_ms / best.cost.step_ms - 1
+            best = solve(there)
+            loss = max(0.0, there.cost(assumed.policy).step_ms / best.cost.step_ms - 1)
             said = f"{_changed(assumed.policy, best.policy)}; keeping the plan costs {loss:.2%}"
             lines.append(f"{name} share x {factor:g}: {said}")
     return lines

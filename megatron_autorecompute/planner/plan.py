@@ -13,20 +13,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from megatron_autorecompute import json_records
+from megatron_autorecompute.block_names import MEGATRON
 from megatron_autorecompute.errors import AutorecomputeError, ProfileError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.step_interval import StepErrors, StepInterval
-from megatron_autorecompute.planner.search.manual import ManualStrategy, best_manual, may_offload
+from megatron_autorecompute.planner.search.manual import (
+    ManualStrategy,
+    best_manual,
+    fits,
+    may_offload,
+)
 from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD, bought
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import (
@@ -34,7 +40,6 @@ from megatron_autorecompute.planner.search.solution import (
     StepEvidence,
     simpler_within_errors,
     stage_evidence,
-    without_gave_way,
 )
 from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.planner.search.stage_problem import EARLY
@@ -47,8 +52,6 @@ DIGEST = "digest"
 TOLERANCE = 1e-9
 """How far a time may be from the same sum on another machine, as a share of it."""
 NOTHING_PROVEN = StepEvidence(None, None)
-WORKED_OUT = ("cost", "evidence", "step_evidence", "step_interval", "best_manual")
-"""Fields of a plan that follow from the others."""
 BudgetBytes = Annotated[int, Field(gt=0, le=1 << 60)]
 
 
@@ -168,12 +171,11 @@ class Plan:
     def from_json(cls, text: str, source: str = "The plan") -> Plan:
         """Read and check a plan, and compute its figures again.
 
-        If the text is as it was written and the figures differ, another version of this package
-        predicted them: the plan gets this version's figures, and no proof. If the text was changed,
-        or has no digest, all figures must be right, and the plan has no proof either.
+        If the text was changed or has no digest, or its figures differ because another version of
+        this package predicted them, the plan gets this version's figures, and no proof.
 
-        Raises: ProfileError with the path of each bad field, or with the first wrong figure, its
-        value and the computed value.
+        Raises: ProfileError with the path of each bad field, or for a changed text whose policy
+        does not fit the budgets or is not made of what is allowed.
         """
         if json_records.has_fields(text, "kinds", "parallelism"):
             raise ProfileError(
@@ -232,18 +234,18 @@ def make_plan(
         cost=solution.cost,
         evidence=solution.evidence,
         step_evidence=solution.step_evidence,
-        step_interval=_interval(problem, solution.policy),
+        step_interval=StepErrors(problem.costs, solution.policy).interval(),
         profile=problem.profile,
         imbalance_percentile=problem.imbalance_percentile,
-        allowed=None if problem.only is None else problem.only.texts(),
-        best_manual=_result(manual) if manual else None,
+        allowed=problem.only.texts(),
+        best_manual=_result(manual),
         megatron_flags=dict(megatron_flags or {}),
-        notes=(*_of_before(notes), *gave_way, *gains),
+        notes=(
+            *(note for note in notes if not note.startswith((MEGATRON, WITH_OFFLOAD))),
+            *gave_way,
+            *gains,
+        ),
     )
-
-
-def _of_before(notes: Sequence[str]) -> list[str]:
-    return [note for note in without_gave_way(notes) if not note.startswith(WITH_OFFLOAD)]
 
 
 def plan_early_if_it_pays(problem: Problem, notes: Sequence[str] = ()) -> Plan:
@@ -258,7 +260,9 @@ def plan_early_if_it_pays(problem: Problem, notes: Sequence[str] = ()) -> Plan:
     return early if early.policy.is_ahead and slow_ms < plan.cost.step_ms else plan
 
 
-def _result(manual: ManualStrategy) -> ManualResult:
+def _result(manual: ManualStrategy | None) -> ManualResult | None:
+    if manual is None:
+        return None
     return ManualResult(manual.name, manual.cost.step_ms, manual.cost.peak_high_bytes, True)
 
 
@@ -267,87 +271,43 @@ def _result(manual: ManualStrategy) -> ManualResult:
 
 def _checked(plan: Plan, source: str, *, as_written: bool) -> Plan:
     try:
-        problem = plan.problem()
-        cost = problem.cost(plan.policy)
-        if as_written and not any(_differences("cost", asdict(plan.cost), asdict(cost))):
+        problem, policy = plan.problem(), plan.policy
+        cost = problem.cost(policy)
+        same = _same(astuple(plan.cost), astuple(cost))
+        if as_written and same:
             return plan
-        right = _worked_out(plan, problem)
+        if not as_written and not (problem.may_be(policy) and fits(problem, policy)):
+            raise ProfileError(
+                "it was changed after it was written, and its policy needs more than budget_bytes "
+                "or has choices that are not in allowed. To run that policy give "
+                "--recompute-policy @FILE, which reads no figures; to plan again give the file to "
+                "plan --profile"
+            )
+        evidence = (
+            stage_evidence(problem, stage, policy, cost, None)
+            for stage in range(problem.layout.num_stages)
+        )
+        right = replace(
+            plan,
+            cost=cost,
+            evidence=tuple(evidence),
+            step_evidence=NOTHING_PROVEN,
+            step_interval=StepErrors(problem.costs, policy).interval(),
+            best_manual=_result(best_manual(problem)),
+        )
     except AutorecomputeError as error:
         raise ProfileError(f"{source} holds no plan that could run: {error}") from error
-    if as_written:
-        note = (
-            "Written by another version of this program, which predicted "
-            f"{plan.cost.step_ms:,.1f} ms a step; the figures are this version's."
-        )
-        return _without_proof(replace(right, notes=(*plan.notes, note)))
-    _refuse_wrong(plan, right, source, problem)
-    return _without_proof(replace(plan, measured_peak_bytes=()))
-
-
-def _refuse_wrong(plan: Plan, right: Plan, source: str, problem: Problem) -> None:
-    for layer, choice in enumerate(plan.policy.layers):
-        if not problem.allows(layer, choice):
-            name = "full/N" if choice.group > 1 else str(choice)
-            raise _refused(source, f"recompute_policy[{layer}] is {choice}, allowed has no {name}")
-    said, true = asdict(plan), asdict(right)
-    for name in WORKED_OUT:
-        for path, found, expected in _differences(name, said[name], true[name]):
-            raise _refused(source, f"{path} is {found!r}, the rest of it gives {expected!r}")
-    for stage, budget_bytes in zip(plan.cost.stages, plan.budget_bytes, strict=True):
-        if stage.peak_high_bytes > budget_bytes:
-            path = f"budget_bytes[{stage.stage}]"
-            raise _refused(
-                source, f"{path} is {budget_bytes}, the stage needs {stage.peak_high_bytes}"
-            )
-
-
-def _refused(source: str, wrong: str) -> ProfileError:
-    return ProfileError(
-        f"{source} was changed after it was written, or another version wrote it: {wrong}. To run "
-        "its policy give --recompute-policy @FILE, which reads no figures; to plan again give it "
-        "to plan --profile."
-    )
-
-
-def _worked_out(plan: Plan, problem: Problem) -> Plan:
-    """The plan with its figures computed again; the file's bounds are used, up to these."""
-    cost, manual = problem.cost(plan.policy), best_manual(problem)
-    evidence = (
-        stage_evidence(problem, stage, plan.policy, cost, said.bound_ms)
-        for stage, said in enumerate(plan.evidence)
-    )
-    return replace(
-        plan,
-        cost=cost,
-        evidence=tuple(evidence),
-        step_evidence=StepEvidence.of(cost.step_ms, plan.step_evidence.bound_ms),
-        step_interval=_interval(problem, plan.policy),
-        best_manual=_result(manual) if manual else None,
-    )
-
-
-def _interval(problem: Problem, policy: RecomputePolicy) -> StepInterval | None:
-    return StepErrors(problem.costs, policy).interval()
-
-
-def _without_proof(plan: Plan) -> Plan:
-    unproven = (replace(evidence, bound_ms=None, gap=None) for evidence in plan.evidence)
-    return replace(plan, evidence=tuple(unproven), step_evidence=NOTHING_PROVEN)
-
-
-def _differences(path: str, found: Any, expected: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Every (path, found, expected) in which two plain values differ."""
-    if isinstance(found, dict) and isinstance(expected, dict):
-        for name in expected:
-            yield from _differences(f"{path}.{name}", found[name], expected[name])
-    elif isinstance(found, tuple) and isinstance(expected, tuple) and len(found) == len(expected):
-        for index, pair in enumerate(zip(found, expected, strict=True)):
-            yield from _differences(f"{path}[{index}]", *pair)
-    elif not _same(found, expected):
-        yield path, found, expected
+    if not as_written:
+        right = replace(right, measured_peak_bytes=())
+    if same:
+        return right
+    note = f"The file said {plan.cost.step_ms:,.1f} ms a step; the figures are this version's."
+    return replace(right, notes=(*plan.notes, note))
 
 
 def _same(found: Any, expected: Any) -> bool:
+    if isinstance(found, tuple) and isinstance(expected, tuple):
+        return len(found) == len(expected) and all(map(_same, found, expected))
     if isinstance(found, float) and isinstance(expected, float):
         return math.isclose(found, expected, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return bool(found == expected)

@@ -168,10 +168,10 @@ def test_what_is_found_fits_and_its_bound_holds_for_every_choice():
         profile, layout, schedule, budget = overlapped(seed)
         problem = Problem(profile, layout, schedule, allowed=["none", "full", *MODULES])
         found = problem.stages.stage(0).fastest(budget)
-        stage = problem.stages.stage(0).problem
+        stage = problem.stages.stage(0)
         splits = ((policy.layers,) for policy in every_policy(profile, layout))
         fitting = [
-            int(stage.chunks[0].plan(split[0])[:HELD].sum())
+            int(stage.problem.chunks[0].plan(split[0])[:HELD].sum())
             for split in splits
             if stage.true_peak(split) <= budget
         ]

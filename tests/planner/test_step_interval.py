@@ -16,7 +16,7 @@ from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.manual import best_manual
 from megatron_autorecompute.planner.search.neighbours import changed_at
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.solution import instead, simpler_within_errors
+from megatron_autorecompute.planner.search.solution import simpler_within_errors
 from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, LayerKind, StaticBytes
@@ -185,7 +185,8 @@ def test_a_plan_that_gives_way_to_one_as_fast_says_nothing():
     (other,) = {f"selective[{module}]" for module in ("core_attn", "mlp")} - {
         str(found.policy.layers[0])
     }
-    equal = instead(problem, RecomputePolicy.parse(other, num_layers=4), found)
+    policy = RecomputePolicy.parse(other, num_layers=4)
+    equal = replace(found, policy=policy, cost=problem.cost(policy))
     taken, notes = simpler_within_errors(problem, equal, best_manual(problem))
     assert taken.policy != equal.policy
     assert notes == ()

@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import solve_speed
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import layers_per_stage, uneven_layouts
@@ -35,7 +34,6 @@ def test_an_infeasible_plan_is_given_changes_that_would_fit_cheapest_first():
     texts = " ".join(change.text for change in changes)
     assert "micro-batch size 2 instead of 4" in texts
     assert "2 pipeline stages instead of 1" in texts
-    assert "tensor parallelism 2 instead of 1" in texts
     with pytest.raises(InfeasibleError) as caught:
         solve(problem.at(need - 1))
     assert "Each of these alone would fit" in str(explained(caught.value, problem.at(need - 1)))
@@ -56,22 +54,6 @@ def test_another_layout_is_proposed_where_it_takes_layers_from_the_stage_that_is
     assert try_solve(Problem(profile, layout, problem.schedule).at(need - 1))
 
 
-def test_fewer_layouts_are_tried_of_a_model_of_thousands_of_layers(monkeypatch):
-    tried = []
-    monkeypatch.setattr(suggestions, "try_solve", lambda problem: tried.append(problem.layout))
-
-    def num_layouts(layers):
-        profile = solve_speed.profile(solve_speed.Case(layers, 8, 1, 16))
-        problem = Problem(profile, Layout.from_flags(layers, 8), Schedule(8, 1, 32), budget=1)
-        tried.clear()
-        cheapest_changes(problem)
-        others = [layout for layout in tried if layout.num_stages == 8]
-        return sum(layout != problem.layout for layout in others)
-
-    assert 1 <= num_layouts(4080) <= 2
-    assert num_layouts(512) > 8
-
-
 def test_another_layout_of_a_hybrid_is_proposed_as_its_pattern():
     profile, _, _, _ = problem_of_many(6)
     job = {"config": {"hybrid_layer_pattern": "M-M-M-"}}
@@ -81,16 +63,6 @@ def test_another_layout_of_a_hybrid_is_proposed_as_its_pattern():
     (text,) = [c.text for c in cheapest_changes(problem.at(need - 1), most=9) if "layout" in c.text]
     assert text.split()[:3] == ["another", "layout:", "--hybrid-layer-pattern"]
     assert text.replace("|", "").endswith("M-M-M-")
-
-
-def test_a_missing_full_record_is_proposed():
-    profile, layout, schedule, _ = problem_of_many()
-    kinds = tuple(
-        replace(k, choices=tuple(c for c in k.choices if c.choice != "full")) for k in profile.kinds
-    )
-    problem = Problem(replace(profile, kinds=kinds), layout, schedule)
-    changes = cheapest_changes(problem.at(problem.stages.leanest[0].peak_bytes - 40), most=9)
-    assert any("full recompute as a choice for k" in change.text for change in changes)
 
 
 def test_a_smaller_micro_batch_scales_all_that_scales_and_percentiles_too():
@@ -128,21 +100,17 @@ def test_full_as_a_choice_is_proposed_with_what_is_allowed_and_nothing_else():
     assert change.step_ms == solve(wider.at(budget.stages.leanest[0].peak_bytes - 1)).cost.step_ms
 
 
-def test_a_model_over_twice_the_ranks_has_the_samples_of_the_same_gpus_or_twice_the_gpus():
+def test_twice_the_stages_have_the_samples_of_the_same_gpus_or_twice_the_gpus():
     profile, layout, schedule, _ = problem_of_many()
     kinds = tuple(replace(kind, static=StaticBytes(90, 9, 30)) for kind in profile.kinds)
+    word = "2 pipeline stages instead of 1 on "
 
-    def steps(world_size):
+    def proposed(world_size):
         known = {"world_size": world_size} if world_size else {}
         problem = Problem(replace(profile, kinds=kinds, fingerprint=known), layout, schedule)
         changes = cheapest_changes(problem.at(problem.stages.leanest[0].peak_bytes - 1), 9)
-        words = ("2 pipeline stages instead of 1 on ", "tensor parallelism 2 instead of 1 on ")
-        return [
-            (c.text.removeprefix(word).partition(" (")[0], c.step_ms)
-            for word in words
-            for c in changes
-            if c.text.startswith(word)
-        ]
+        (found,) = [c for c in changes if c.text.startswith(word)]
+        return found.text.removeprefix(word), found.step_ms
 
     def two_stages(factor, state):
         """The step on twice as many stages, with its own microbatches and static bytes."""
@@ -155,14 +123,9 @@ def test_a_model_over_twice_the_ranks_has_the_samples_of_the_same_gpus_or_twice_
         )
         return solve(Problem(replace(profile, kinds=shards), split, moved).at(tight)).cost.step_ms
 
-    (where, stages_ms), (tp_where, same_ms) = steps("4")
-    assert (where, stages_ms) == ("the same GPUs", two_stages(2, 2))
-    assert tp_where == "the same GPUs"
+    assert proposed("4") == ("the same GPUs", two_stages(2, 2))
     for not_even in ("3", None):
-        (where, stages_ms), (tp_where, twice_ms) = steps(not_even)
-        assert (where, stages_ms) == ("twice the GPUs", two_stages(1, 1))
-        assert tp_where == "twice the GPUs"
-    assert same_ms >= 2 * twice_ms  # as many samples on half as many ranks that divide them
+        assert proposed(not_even) == ("twice the GPUs", two_stages(1, 1))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ prices.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -134,16 +133,6 @@ WIDTHS = (60, 600)
 _SIZE, _CHOICE, _PARENT, _RUNS, _FIRST = range(5)
 
 
-class _Pick(Protocol):
-    """What is kept of all plans of the units from some place on."""
-
-    def sizes(self, place: int) -> Iterable[int]:
-        """Lengths of the checkpoints that are tried there."""
-
-    def keep(self, place: int, rows: Ints, runs: Ints) -> Ints:
-        """Which of the given rows to keep."""
-
-
 class Walk:
     """Plans of a chunk from its last unit to its first.
 
@@ -153,7 +142,7 @@ class Walk:
         forward: whether the highest point in a forward matters.
     """
 
-    def __init__(self, units: ChunkUnits, pick: _Pick, *, forward: bool) -> None:
+    def __init__(self, units: ChunkUnits, pick: _Thin | Pruned, *, forward: bool) -> None:
         self.units, self.forward = units, forward
         end = np.array([[0, -1, -1, 0, -1]], np.int64)
         self._rows, self._back = {units.places: np.zeros((1, 5), np.int64)}, {units.places: end}
@@ -165,7 +154,7 @@ class Walk:
         """The rows of whole plans, `[plan, column]`."""
         return self._rows[0]
 
-    def _go_on(self, place: int, pick: _Pick) -> None:
+    def _go_on(self, place: int, pick: _Thin | Pruned) -> None:
         own, sizes, ids = self.units.options(place, np.array([*pick.sizes(place)], np.int64))
         ends = [place + size for size in sizes.tolist()]
         counts = np.array([len(self._rows[end]) for end in ends])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.planner.cost.two_clocks import knows_host
@@ -12,7 +12,11 @@ from megatron_autorecompute.planner.search.manual import (
     settings_of_modules,
     settings_of_whole_layers,
 )
-from megatron_autorecompute.planner.search.offload import mixed, spreads, without_offload
+from megatron_autorecompute.planner.search.offload import (
+    spreads,
+    without_copies,
+    without_offload,
+)
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import deciding
 from megatron_autorecompute.planner.search.stage import Stage
@@ -62,30 +66,28 @@ def pareto(
     if may_offload(problem):
         return _replayed(problem, points, progress)
     if knows_host(problem.profile):
-        return pareto(deciding(problem), points, progress, also)
-    return _least_busy(problem, points, progress, also)
+        problem = deciding(problem)
+    curve = list[CurvePoint]()
+    for budget, policy in reversed(_least_busy(problem, points, progress, also)):
+        point = _point(problem, policy, budget)
+        if curve and point.step_ms > curve[-1].step_ms:
+            # As fast on every stage, but split over chunks so that other stages wait longer.
+            point = replace(curve[-1], budget_bytes=budget)
+        curve.append(point)
+    return tuple(reversed(curve))
 
 
 def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[CurvePoint, ...]:
     """Points of policies found without offload or copy times, replayed with their copies."""
-    relaxed = mixed(problem, 1.0)
-    number = min(points, _RELAXED_POINTS)
-    found = _least_busy(relaxed, number, lambda share: progress(share / 2))
-    without = without_offload(problem)
-    plain = () if without is None else _least_busy(without, points)
-    texts = dict.fromkeys(point.recompute_policy for point in (*found, *plain))
-    num_layers = problem.profile.num_layers
-    policies = [RecomputePolicy.parse(text, num_layers=num_layers) for text in texts]
-    settings = settings_of_whole_layers(problem) + settings_of_modules(problem)
-    tried = list(
-        dict.fromkeys((*(other for own in policies for other in spreads(problem, own)), *settings))
-    )
+    relaxed, without = without_copies(problem), without_offload(problem)
+    found = _least_busy(relaxed, min(points, _RELAXED_POINTS), lambda done: progress(done / 2))
+    found += [] if without is None else _least_busy(without, points)
+    tried = {own: None for _, policy in found for own in spreads(problem, policy)}
+    tried |= dict.fromkeys(settings_of_whole_layers(problem) + settings_of_modules(problem))
     replayed = []
     for number, policy in enumerate(tried, start=1):
         if has_room(problem, policy):
-            cost = problem.cost(policy)
-            peak_bytes = cost.peak_high_bytes
-            replayed.append(CurvePoint(peak_bytes, cost.step_ms, peak_bytes, policy.format()))
+            replayed.append(_point(problem, policy, problem.cost(policy).peak_high_bytes))
         progress(0.5 + 0.5 * number / len(tried))
     curve = list[CurvePoint]()
     for point in sorted(replayed, key=lambda point: (point.budget_bytes, point.step_ms)):
@@ -96,42 +98,30 @@ def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[CurveP
 
 def _least_busy(
     problem: Problem, number: int, progress: Progress = lambda _: None, also: Collection[int] = ()
-) -> tuple[CurvePoint, ...]:
-    """The curve of `pareto`, where no layer may offload."""
+) -> list[tuple[int, RecomputePolicy]]:
+    """Budgets, the largest first, and the least busy choices of all stages under each.
+
+    The optimum of a larger budget that fits is the optimum of a smaller one, too.
+    """
     stages = problem.stages
     low = max(choice.peak_bytes for choice in stages.leanest)
     high = max(max(choice.peak_bytes for choice in stages.fastest), low)
     budgets = {high - (high - low) * i // max(number - 1, 1) for i in range(number)}
     budgets |= {budget for budget in also if low <= budget <= high}
-    found: list[list[StageChoice]] = [[] for _ in stages.all]
-    for done, (stage, own) in enumerate(zip(stages.all, found, strict=True)):
-        for choice in _of_stage(stage, sorted(budgets, reverse=True)):
-            own.append(choice)
-            progress((done + len(own) / len(budgets)) / len(found))
-    curve = list[CurvePoint]()
-    for budget, *choices in zip(sorted(budgets), *map(reversed, found), strict=True):
-        point = _point(problem, budget, choices)
-        if curve and point.step_ms > curve[-1].step_ms:
-            # As fast on every stage, but split over chunks so that other stages wait longer.
-            point = replace(curve[-1], budget_bytes=budget)
-        curve.append(point)
-    return tuple(reversed(curve))
+    found, known = list[tuple[int, RecomputePolicy]](), dict[Stage, StageChoice]()
+    for budget in sorted(budgets, reverse=True):
+        for stage in stages.all:
+            last = known.get(stage)
+            if last is None or last.gap or last.peak_bytes > budget:
+                best = stage.fastest(budget)
+                assert best is not None  # the leanest choices fit
+                known[stage] = best
+        splits = [known[stage].policies for stage in stages.all]
+        found.append((budget, put_together(problem.layout, splits)))
+        progress(len(found) / len(budgets))
+    return found
 
 
-def _of_stage(stage: Stage, budgets: Sequence[int]) -> Iterator[StageChoice]:
-    """The least busy choices at budgets that fit, the largest first.
-
-    The optimum of a larger budget that fits is the optimum here, too.
-    """
-    found = None
-    for budget in budgets:
-        if found is None or found.gap or found.peak_bytes > budget:
-            found = stage.fastest(budget)
-            assert found is not None  # the leanest choices fit
-        yield found
-
-
-def _point(problem: Problem, budget_bytes: int, choices: Sequence[StageChoice]) -> CurvePoint:
-    policy = put_together(problem.layout, [choice.policies for choice in choices])
-    peak_bytes = max(choice.peak_bytes for choice in choices)
-    return CurvePoint(budget_bytes, problem.cost(policy).step_ms, peak_bytes, policy.format())
+def _point(problem: Problem, policy: RecomputePolicy, budget_bytes: int) -> CurvePoint:
+    cost = problem.cost(policy)
+    return CurvePoint(budget_bytes, cost.step_ms, cost.peak_high_bytes, policy.format())

@@ -37,9 +37,9 @@ class ManualStrategy:
 def best_manual(problem: Problem) -> ManualStrategy | None:
     """The fastest of `manual_settings` that fits the problem's budgets; None when none does."""
     names: dict[RecomputePolicy, str] = {}
-    for setting, policy in manual_policies(problem):
+    for setting, policy in _policies(problem, manual_settings(problem)):
         names.setdefault(policy, str(setting))
-    best = fastest_that_fits(problem, _recorded(problem, names))
+    best = fastest_that_fits(problem, names)
     return None if best is None else ManualStrategy(names[best], best, problem.cost(best))
 
 
@@ -80,29 +80,18 @@ def may_fit(problem: Problem, policy: RecomputePolicy) -> bool:
     )
 
 
-def _recorded(problem: Problem, policies: Iterable[RecomputePolicy]) -> Iterator[RecomputePolicy]:
-    """Those of which every layer has a record."""
-    for policy in policies:
+def _policies(
+    problem: Problem, settings: Iterable[MegatronStrategy]
+) -> Iterator[tuple[MegatronStrategy, RecomputePolicy]]:
+    """The settings that Megatron does not refuse and of which every layer has a record, and their
+    policies."""
+    for setting in settings:
         try:
+            policy = manual_policy(problem, setting)
             problem.costs.units(policy)
         except (PolicyError, ProfileError):
             continue
-        yield policy
-
-
-def manual_policies(problem: Problem) -> Iterator[tuple[MegatronStrategy, RecomputePolicy]]:
-    """The settings that Megatron does not refuse, and their policies."""
-    return _not_refused(problem, manual_settings(problem))
-
-
-def _not_refused(
-    problem: Problem, settings: Iterable[MegatronStrategy]
-) -> Iterator[tuple[MegatronStrategy, RecomputePolicy]]:
-    for setting in settings:
-        try:
-            yield setting, manual_policy(problem, setting)
-        except PolicyError:
-            continue
+        yield setting, policy
 
 
 def manual_settings(problem: Problem) -> list[MegatronStrategy]:
@@ -168,9 +157,8 @@ def settings_of_modules(problem: Problem) -> tuple[RecomputePolicy, ...]:
     sets = dict.fromkeys(c.offload for c in choices if c.offload and c != WHOLE)
     plain = [one for one in manual_settings(problem) if not one.recompute_num_layers]
     settings = (replace(one, offload=own) for one, own in itertools.product(plain, sets))
-    policies = (problem.table.recorded(own) for _, own in _not_refused(problem, settings))
-    allowed = dict.fromkeys(filter(problem.may_be, policies))
-    return tuple(_recorded(problem, allowed))
+    policies = (problem.table.recorded(own) for _, own in _policies(problem, settings))
+    return tuple(dict.fromkeys(filter(problem.may_be, policies)))
 
 
 def settings_of_whole_layers(problem: Problem) -> tuple[RecomputePolicy, ...]:

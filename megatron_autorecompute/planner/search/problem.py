@@ -13,19 +13,12 @@ from megatron_autorecompute.planner.cost.peak_memory import (
     check_figures,
     check_layout,
     for_schedule,
-    stage_base,
-    stage_moments,
 )
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, PolicyCosts
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
-from megatron_autorecompute.planner.search.stage import Stage, Tables, true_peak
-from megatron_autorecompute.planner.search.stage_problem import (
-    ChunkUnits,
-    OnlyChoices,
-    StageChoice,
-    stage_problem,
-)
+from megatron_autorecompute.planner.search.stage import Stage, Tables
+from megatron_autorecompute.planner.search.stage_problem import OnlyChoices, StageChoice
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
@@ -39,43 +32,19 @@ class Stages:
     """What does not depend on a problem's budgets: costs, and the searches of stages.
 
     Args:
-        profile: what every choice costs.
-        layout: which stage and chunk holds which layers.
-        schedule: the order of forwards and backwards.
-        percentile: the percentile of imbalance to plan for; None takes the records as they are.
-        only: the choices that may be used; None allows every recorded choice.
+        costs: the costs of policies in the model.
+        only: the choices that may be used.
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        layout: Layout,
-        schedule: Schedule,
-        percentile: float | None,
-        only: OnlyChoices | None,
-    ) -> None:
-        self.costs = PolicyCosts(profile, layout, schedule, percentile)
-        self._only, self._chunk_tables = only, Tables()
-        self._known: dict[int, Stage] = {}
+    def __init__(self, costs: PolicyCosts, only: OnlyChoices) -> None:
+        self.costs, tables = costs, Tables()
+        numbers = range(costs.layout.num_stages)
+        self.all = tuple(Stage(costs, number, only, tables) for number in numbers)
+        """The searches of all stages."""
 
     def stage(self, number: int) -> Stage:
         """The search of one stage."""
-        if number not in self._known:
-            self._known[number] = self._stage(number)
-        return self._known[number]
-
-    def _stage(self, number: int) -> Stage:
-        profile, layout, table = self.costs.profile, self.costs.layout, self.costs.high
-        base, own = stage_base(profile, layout, number, "high"), layout.stages[number]
-        moments = stage_moments(profile, self.costs.schedule, number)
-        chunks = [ChunkUnits(table, chunk, base.boundary_bytes, self._only) for chunk in own]
-        problem = stage_problem(chunks, moments, base, true_peak(self.costs, number, moments))
-        return Stage(problem, self._chunk_tables, layout.num_stages)
-
-    @cached_property
-    def all(self) -> tuple[Stage, ...]:
-        """The searches of all stages."""
-        return tuple(map(self.stage, range(self.costs.layout.num_stages)))
+        return self.all[number]
 
     @cached_property
     def leanest(self) -> tuple[StageChoice, ...]:
@@ -114,8 +83,6 @@ class Problem:
     """Texts of the choices that may be used, such as "none" and "selective[core_attn]"; `full/N`
     stands for checkpoints around several layers. None allows every recorded choice. `ahead` lets
     full layers recompute ahead, alone beside every recorded choice."""
-    known: tuple[RecomputePolicy, ...] = ()
-    """Policies of this model. No plan is slower than one of these that fits and is allowed."""
 
     def __post_init__(self) -> None:
         check_layout(self.profile, self.layout, self.schedule)
@@ -138,9 +105,9 @@ class Problem:
                     "an int for all stages, such as 70 << 30, or one for each."
                 )
 
-    def at(self, budget: Budget, known: Sequence[RecomputePolicy] = ()) -> Problem:
-        """This problem with another budget and known plans; what depends on neither is shared."""
-        other = replace(self, budget=budget, known=tuple(known))
+    def at(self, budget: Budget) -> Problem:
+        """This problem with another budget; what does not depend on it is shared."""
+        other = replace(self, budget=budget)
         vars(other)["stages"] = self.stages
         return other
 
@@ -159,16 +126,16 @@ class Problem:
         return stated if self.percentile == "stated" else self.percentile
 
     @cached_property
-    def only(self) -> OnlyChoices | None:
-        """The choices that may be used; None allows every recorded choice."""
-        return None if self.allowed is None else OnlyChoices.parse(self.allowed)
+    def only(self) -> OnlyChoices:
+        """The choices that may be used."""
+        return OnlyChoices.parse(self.allowed)
 
     @cached_property
     def stages(self) -> Stages:
         """Costs and the searches of stages, the same for all budgets."""
-        return Stages(
-            self.profile, self.layout, self.schedule, self.imbalance_percentile, self.only
-        )
+        percentile = self.imbalance_percentile
+        costs = PolicyCosts(self.profile, self.layout, self.schedule, percentile)
+        return Stages(costs, self.only)
 
     @property
     def costs(self) -> PolicyCosts:
@@ -186,14 +153,12 @@ class Problem:
 
     def allows(self, layer: int, choice: LayerPolicy) -> bool:
         """Whether a layer may have a choice."""
-        if self.only is None:
-            return not choice.ahead
         return self.only.allow(self.table, layer, choice)
 
     @property
     def may_begin_early(self) -> bool:
         """Whether layers may recompute ahead, and there are stages that wait."""
-        return self.only is not None and self.only.ahead and self.layout.num_stages > 1
+        return self.only.ahead and self.layout.num_stages > 1
 
     def may_be(self, policy: RecomputePolicy) -> bool:
         """Whether a policy is made of what is allowed."""

@@ -7,9 +7,10 @@ none that is left can be shorter.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -48,8 +49,6 @@ INTERLEAVED = (
 )
 _PARTITIONS = 2000
 """Up to which all are looked at."""
-_SHOWN = 5e-5
-"""A smaller share is 0.00% in the note."""
 _LAYERS_SOLVED = 1 << 10
 """The most layers of all solved layouts together; the others have looser bounds."""
 
@@ -87,7 +86,6 @@ def search_shapes(problems: Sequence[Problem], *, layouts: bool) -> SearchResult
     if layouts:
         _check_encoder(problems[0])
     found = _Search(problems, layouts=layouts)
-    found.run()
     if not found.best:
         solve(problems[0])  # raises with the reason
         raise AssertionError("an infeasible problem was solved")
@@ -128,24 +126,23 @@ class LeastSteps:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self._table = problem, problem.table
-        least = [_least_ps(self._table, layer) for layer in range(problem.layout.num_layers)]
-        self._before: Ints = np.array([0, *least], np.int64).cumsum()
-        """What all layers before each take at least."""
-        self._residual_ps = [
-            min(0, round(stage.residual_ms * PS_PER_MS)) for stage in problem.profile.stages
-        ]
+        profile, layout = problem.profile, problem.layout
+        least = [_least_ps(self._table, layer) for layer in range(layout.num_layers)]
+        depths = [0] * layout.mtp_num_layers
+        self._before: Ints = np.array([0, *least, *depths], np.int64).cumsum()
+        """What all decoder layers before each layer take at least."""
+        self._kinds = [profile.kind_of(layer).name for layer in range(profile.num_layers)]
         self._known: dict[object, Floats] = {}
-        self._runs: dict[tuple[int, ...], object] = {}
 
     def without_budget_ms(self, layout: Layout) -> float:
         """A bound from the busiest stage's decoder layers, without a budget."""
-        last, busiest = layout.num_layers, 0
-        for stage in layout.stages:
-            ends = [(c.layers[0], c.layers[-1] + 1) for c in stage if c.layers]
-            own = sum(int(self._before[min(b, last)] - self._before[min(a, last)]) for a, b in ends)
-            busiest = max(busiest, own)
-        own_ps = max(0, busiest + min(self._residual_ps, default=0))
-        return self.problem.schedule.num_microbatches * own_ps / PS_PER_MS
+        own = (
+            sum(int(self._before[c.layers[-1] + 1] - self._before[c.layers[0]]) for c in stage)
+            for stage in ([c for c in stage if c.layers] for stage in layout.stages)
+        )
+        less_ms = min([0.0, *(stage.residual_ms for stage in self.problem.profile.stages)])
+        each_ms = max(own) / PS_PER_MS + less_ms
+        return self.problem.schedule.num_microbatches * max(0.0, each_ms) * (1 - SLACK)
 
     def step_ms(self, problem: Problem) -> float:
         """A bound from what the choices that fit take on paths, as prices of bytes tell."""
@@ -169,23 +166,20 @@ class LeastSteps:
 
     def _of_stage(self, problem: Problem, stage: int) -> Floats:
         """What a stage takes on each path; worked out once for stages with like layers."""
-        key = stage, tuple(self._run(chunk.layers) for chunk in problem.layout.stages[stage])
+        chunks, measured = problem.layout.stages[stage], bool(problem.profile.stages)
+        key = stage, *(self._alike(chunk.layers, measured) for chunk in chunks)
         if key not in self._known:
             fitting = problem.stages.stage(stage).plans(problem.budgets[stage])
-            own = self._paths[:, :, stage]
-            weights, which = np.unique(own, axis=0, return_inverse=True)
+            weights, which = np.unique(self._paths[:, :, stage], axis=0, return_inverse=True)
             bounds = [math.inf if fitting is None else fitting.bound(each) for each in weights]
             self._known[key] = np.array(bounds)[which.ravel()]
         return self._known[key]
 
-    def _run(self, layers: tuple[int, ...]) -> object:
+    def _alike(self, layers: tuple[int, ...], measured: bool) -> object:
         """Differs between layers of one chunk that cost differently."""
-        if layers not in self._runs:
-            profile, last = self.problem.profile, self.problem.layout.num_layers - 1
-            kinds = (profile.kind_of(i).name for i in layers)
-            ends = layers[-1:] == (last,), layers[:1] == (last + 1,)
-            self._runs[layers] = tuple(kinds), ends, layers if profile.stages else None
-        return self._runs[layers]
+        last = self.problem.layout.num_layers - 1
+        ends = layers[-1:] == (last,), layers[:1] == (last + 1,)
+        return ends, layers if measured else tuple(self._kinds[layer] for layer in layers)
 
 
 def _least_ps(table: CostTable, layer: int) -> int:
@@ -198,19 +192,6 @@ def _least_ps(table: CostTable, layer: int) -> int:
     return min(times)
 
 
-@dataclass(order=True, slots=True)
-class _Candidate:
-    """A layout that is not solved yet."""
-
-    bound_ms: float
-    number: int
-    """Of the problem that it is a layout of."""
-    sizes: list[int]
-    layout: Layout = field(compare=False)
-    problem: Problem | None = field(default=None, compare=False)
-    """Whose step the bound is close to; None: a closer bound is to be had."""
-
-
 class _Search:
     """The search of one question; arguments as of `search_shapes`."""
 
@@ -220,38 +201,42 @@ class _Search:
         """Whether micro-batch sizes are searched."""
         self.best: dict[int, tuple[Problem, Solution]] = {}
         """The shortest of each problem's layouts, by its number."""
-        self.asked: Solution | None = None
         self.bounds_ms = [math.inf]
+        for number, problem in enumerate(problems):
+            self._solve(number, problem)
+        self.asked = self.best[0][1] if 0 in self.best else None
+        if layouts:
+            self._search_layouts()
 
     @property
     def limit_ms(self) -> float:
         """The shortest step so far."""
         return min((own.cost.step_ms for _, own in self.best.values()), default=math.inf)
 
-    def run(self) -> None:
-        """Solve until nothing that is left can be shorter."""
-        for number, problem in enumerate(self.problems):
-            self._solve(number, problem)
-            self.asked = self.best[0][1] if 0 in self.best else None
-        if not self.layouts:
-            return
-        least = list(map(LeastSteps, self.problems))
-        left = [own for number, steps in enumerate(least) for own in _candidates(number, steps)]
+    def _search_layouts(self) -> None:
+        """Solve the layout with the least bound until none that is left can be shorter."""
+        left: list[tuple[float, int, int, Layout, Problem | None]] = []
+        order, least = itertools.count(), list(map(LeastSteps, self.problems))
+        for number, own in enumerate(self.problems):
+            for layout in all_layouts(own.layout, _PARTITIONS):
+                if layout != own.layout:
+                    bound_ms = least[number].without_budget_ms(layout)
+                    left.append((bound_ms, next(order), number, layout, None))
         heapq.heapify(left)
         tries = max(1, _LAYERS_SOLVED // self.problems[0].layout.num_layers)
         while left:
-            one = heapq.heappop(left)
+            bound_ms, at, number, layout, problem = heapq.heappop(left)
             limit_ms = self.limit_ms
-            if one.bound_ms >= limit_ms or (not tries and math.isfinite(limit_ms)):
-                self.bounds_ms.append(one.bound_ms)
+            if bound_ms >= limit_ms or (not tries and math.isfinite(limit_ms)):
+                self.bounds_ms.append(bound_ms)
                 return
-            if one.problem is None:
-                one.problem = replace(self.problems[one.number], layout=one.layout, known=())
-                one.bound_ms = max(one.bound_ms, least[one.number].step_ms(one.problem))
-                heapq.heappush(left, one)
+            if problem is None:  # a closer bound is to be had
+                problem = replace(self.problems[number], layout=layout)
+                bound_ms = max(bound_ms, least[number].step_ms(problem))
+                heapq.heappush(left, (bound_ms, at, number, layout, problem))
                 continue
             tries -= tries > 0
-            self._solve(one.number, one.problem)
+            self._solve(number, problem)
 
     def _solve(self, number: int, problem: Problem) -> None:
         solution = try_solve(problem)
@@ -266,66 +251,42 @@ class _Search:
         """The shortest, or what was asked for where nothing is surely shorter; and why."""
         first, asked = self.problems[0], self.asked
         problem, solution = min(self.best.values(), key=lambda own: own[1].cost.step_ms)
-        notes = [self._of_size(number) for number in range(len(self.problems)) if self.sizes]
+        notes = [self._of_size(number) for number in range(len(self.problems))]
         if asked is not None and _is_unsure(problem, solution, first, asked):
             less = 1 - solution.cost.step_ms / asked.cost.step_ms
-            taken = f"{self._named(first)}, as asked,"
-            notes.append(gave_way(taken, self._named(problem), less))
+            notes.append(gave_way(f"{self._named(first)}, as asked,", self._named(problem), less))
             problem, solution = first, asked
-        elif not self.sizes:
-            notes.append(_gain(problem, solution, asked))
         evidence = StepEvidence.of(solution.cost.step_ms, min(self.bounds_ms))
-        notes.append(self._proof(evidence))
-        return SearchResult(problem, solution, self._flags(problem), tuple(notes), evidence)
-
-    def _flags(self, problem: Problem) -> dict[str, str]:
-        shape = problem.profile.parallelism
-        flags = {FLAG: str(shape.micro_batch_size)} if self.sizes else {}
+        searched = ["micro-batch sizes"] * self.sizes + ["layouts"] * self.layouts
+        others = ["no other sizes"] * self.sizes + ["no layers per stage"] * self.layouts
+        notes.append(proof_of_all(" and ".join(searched), " and ".join(others), evidence))
+        if self.layouts and first.layout.num_chunks > 1:
+            notes[-1] += f" {INTERLEAVED}"
+        flags = {FLAG: str(problem.profile.parallelism.micro_batch_size)} if self.sizes else {}
         if all(problem is not own for own in self.problems):
             flags |= layout_flags(problem.layout, pattern_of_job(problem.profile.model.facts))
-        return flags
-
-    def _named(self, problem: Problem) -> str:
-        size = f"Micro-batch size {problem.profile.parallelism.micro_batch_size}"
-        layers = f"ayers per stage {layers_per_stage(problem.layout)}"
-        if not self.sizes:
-            return f"L{layers}"
-        return f"{size} with l{layers}" if self.layouts else size
+        return SearchResult(problem, solution, flags, tuple(notes), evidence)
 
     def _of_size(self, number: int) -> str:
         """What the search has of one micro-batch size."""
-        problem, result = self.problems[number], "does not fit"
-        if number in self.best:
-            chosen, solution = self.best[number]
-            result = f"{solution.cost.step_ms:.1f} ms a step"
-            if self.layouts:
-                result += f" with layers per stage {layers_per_stage(chosen.layout)}"
-        elif self.layouts:
-            result = (
-                f"no layers per stage are found that fit and take less than {self.limit_ms:.1f} ms"
-            )
-        size = problem.profile.parallelism.micro_batch_size
-        calls = problem.schedule.num_microbatches
-        return f"Micro-batch size {size}, {calls} microbatches: {result}."
+        problem = self.problems[number]
+        size, calls = problem.profile.parallelism.micro_batch_size, problem.schedule
+        said = f"Micro-batch size {size}, {calls.num_microbatches} microbatches"
+        if number not in self.best:
+            less = f", or in less than {self.limit_ms:.1f} ms" if self.layouts else ""
+            return f"{said}: does not fit{less}."
+        chosen, solution = self.best[number]
+        said += f": {solution.cost.step_ms:.1f} ms a step"
+        if self.layouts:
+            said += f" with layers per stage {layers_per_stage(chosen.layout)}"
+        if number or self.asked is None or self.asked is solution:
+            return f"{said}."
+        return f"{said}, {self.asked.cost.step_ms:.1f} ms as asked."
 
-    def _proof(self, evidence: StepEvidence) -> str:
-        interleaved = self.layouts and self.problems[0].layout.num_chunks > 1
-        searched = ["micro-batch sizes"] * self.sizes + ["layouts"] * self.layouts
-        others = ["no other sizes"] * self.sizes
-        if interleaved and not self.sizes:
-            others.append(f"no others of {FIRST} and {LAST}")
-        elif self.layouts:
-            others.append("no layers per stage")
-        proof = proof_of_all(" and ".join(searched), " and ".join(others), evidence)
-        return f"{proof} {INTERLEAVED}" if interleaved else proof
-
-
-def _candidates(number: int, least: LeastSteps) -> Iterator[_Candidate]:
-    """All layouts of a problem but its own."""
-    for layout in all_layouts(least.problem.layout, _PARTITIONS):
-        if layout != least.problem.layout:
-            bound_ms = least.without_budget_ms(layout)
-            yield _Candidate(bound_ms, number, layers_per_stage(layout), layout)
+    def _named(self, problem: Problem) -> str:
+        size = f"Micro-batch size {problem.profile.parallelism.micro_batch_size}"
+        layers = f" with layers per stage {layers_per_stage(problem.layout)}"
+        return f"{size}{layers * self.layouts}"
 
 
 def _is_unsure(problem: Problem, best: Solution, asked: Problem, known: Solution) -> bool:
@@ -334,21 +295,6 @@ def _is_unsure(problem: Problem, best: Solution, asked: Problem, known: Solution
         return False
     own, others = StepErrors(problem.costs, best.policy), StepErrors(asked.costs, known.policy)
     return not own.surely_shorter(others)
-
-
-def _gain(chosen: Problem, best: Solution, asked: Solution | None) -> str:
-    layers = layers_per_stage(chosen.layout)
-    if asked is None:
-        return f"Layers per stage {layers}: fits where the asked layout does not."
-    if best is asked:
-        return f"Layers per stage {layers}, as asked: no layout was found with a shorter step."
-    now_ms = asked.cost.step_ms
-    gain = (now_ms - best.cost.step_ms) / now_ms
-    less = f"{gain:.2%} less" if gain >= _SHOWN else "hardly less"
-    return (
-        f"Layers per stage {layers}: {best.cost.step_ms:.1f} ms a step against {now_ms:.1f} ms "
-        f"with the asked layout, {less}."
-    )
 
 
 def proof_of_all(searched: str, others: str, evidence: StepEvidence) -> str:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron_autorecompute.block_names import MEGATRON
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.step_interval import COVERAGE, StepErrors
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
@@ -101,21 +100,6 @@ def proven(
     return Solution(policy, cost, tuple(evidence), StepEvidence.of(cost.step_ms, bound_ms))
 
 
-def instead(problem: Problem, policy: RecomputePolicy, fastest: Solution) -> Solution:
-    """A policy in place of the fastest one, whose budgets it fits; nothing is searched."""
-    cost = problem.cost(policy)
-    evidence = (
-        stage_evidence(problem, own.stage, policy, cost, own.bound_ms) for own in fastest.evidence
-    )
-    return Solution(
-        policy,
-        cost,
-        tuple(evidence),
-        StepEvidence.of(cost.step_ms, fastest.step_evidence.bound_ms),
-        fastest.without_offload_ms,
-    )
-
-
 def stage_evidence(
     problem: Problem, stage: int, policy: RecomputePolicy, cost: PolicyCost, bound_ms: float | None
 ) -> StageEvidence:
@@ -149,9 +133,6 @@ def _busy_ps(problem: Problem, stage: int, policy: RecomputePolicy) -> int:
     return sum(unit.time_ps for unit in units)
 
 
-_TAKEN = "is taken:"
-_UNSURE = f"but not surely: it is shorter in fewer than {COVERAGE:.0%} of profiles."
-
 _SHOWN = 5e-6
 """A smaller share is 0.000% in the sentence."""
 
@@ -176,8 +157,13 @@ def simpler_within_errors(
     own = StepErrors(problem.costs, fastest.policy)
     if own.surely_shorter(StepErrors(problem.costs, simple)):
         return fastest, ()
-    simpler = instead(problem, simple, fastest)
-    less = 1 - fastest.cost.step_ms / simpler.cost.step_ms
+    cost, known = problem.cost(simple), fastest.evidence
+    evidence = (stage_evidence(problem, o.stage, simple, cost, o.bound_ms) for o in known)
+    step = StepEvidence.of(cost.step_ms, fastest.step_evidence.bound_ms)
+    simpler = replace(
+        fastest, policy=simple, cost=cost, evidence=tuple(evidence), step_evidence=step
+    )
+    less = 1 - fastest.cost.step_ms / cost.step_ms
     if less < _SHOWN:
         return simpler, ()
     return simpler, (gave_way(manual.name, fastest.policy.format(), less),)
@@ -192,20 +178,11 @@ def gave_way(taken: str, faster: str, less: float) -> str:
         less: by how much it is faster, as a share.
     """
     if less < _SHOWN:
-        return f"{taken} {_TAKEN} {faster} takes as long by the profile's times."
-    return f"{taken} {_TAKEN} {faster} takes {less:.3%} less by the profile's times, {_UNSURE}"
-
-
-def without_gave_way(notes: Sequence[str]) -> list[str]:
-    """Notes of a plan, without such sentences of its own solution, for another plan in its place.
-
-    Sentences of a search of layouts or micro-batch sizes, which came before it, stay.
-    """
-    return [
-        note
-        for note in notes
-        if not (note.startswith(MEGATRON) and _TAKEN in note and note.endswith(_UNSURE))
-    ]
+        return f"{taken} is taken: {faster} takes as long by the profile's times."
+    return (
+        f"{taken} is taken: {faster} takes {less:.3%} less by the profile's times, but not surely: "
+        f"it is shorter in fewer than {COVERAGE:.0%} of profiles."
+    )
 
 
 def _reruns_no_more(policy: RecomputePolicy, other: RecomputePolicy) -> bool:

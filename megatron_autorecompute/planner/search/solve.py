@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from megatron_autorecompute.errors import InfeasibleError, OptionError
 from megatron_autorecompute.planner.cost.two_clocks import knows_host, mixed
-from megatron_autorecompute.planner.search.manual import fits, may_offload
-from megatron_autorecompute.planner.search.offload import leanest_whole, shortest_with_offload
+from megatron_autorecompute.planner.search.manual import may_offload
+from megatron_autorecompute.planner.search.offload import shortest_with_offload
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.solution import Solution, instead, proven
+from megatron_autorecompute.planner.search.solution import Solution, proven
 from megatron_autorecompute.planner.search.stage_problem import put_together
 from megatron_autorecompute.planner.search.step import shortest
 from megatron_autorecompute.policy import RecomputePolicy
@@ -45,18 +45,9 @@ def solve(problem: Problem) -> Solution:
 def try_solve(problem: Problem) -> Solution | None:
     """The solution, or None if nothing fits; for searches that try many problems."""
     if may_offload(problem):
-        found = shortest_with_offload(problem)
-    else:
-        search = shortest_of_clocks if knows_host(problem.profile) else shortest
-        found = search(problem)
-    return found and _with_known(problem, found)
-
-
-def _with_known(problem: Problem, found: Solution) -> Solution:
-    """The solution, or a policy that is known, fits and is shorter."""
-    known = [one for one in problem.known if problem.may_be(one) and fits(problem, one)]
-    best = min((found.policy, *known), key=lambda own: problem.cost(own).step_ms)
-    return found if best is found.policy else instead(problem, best, found)
+        return shortest_with_offload(problem)
+    search = shortest_of_clocks if knows_host(problem.profile) else shortest
+    return search(problem)
 
 
 def _infeasible(problem: Problem) -> InfeasibleError:
@@ -72,9 +63,6 @@ def _infeasible(problem: Problem) -> InfeasibleError:
             "that fits. Raise the budget, or host_link.host_bytes if that is what lacks."
         )
     lean = RecomputePolicy(leanest[tightest].policies[0])
-    whole = leanest_whole(problem) if may_offload(problem) else None
-    if whole is not None and whole[1].peak_high_bytes < need:
-        lean, need = whole[0], whole[1].peak_high_bytes
     return InfeasibleError(
         f"Stage {tightest} needs {gib_needed(need)} GiB even with its leanest "
         f"choices ({lean.format() or 'no layers'}{', …' * (problem.layout.num_chunks > 1)}); the "

@@ -14,24 +14,24 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b
 from typing import Any, TypeVar
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost.p2p_tensors import Moment
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.search.chunk_plans import ChunkTable, Plans
-from megatron_autorecompute.planner.search.leanest import leanest
 from megatron_autorecompute.planner.search.stage_plans import LEAST_WORK, WORK, StagePlans
 from megatron_autorecompute.planner.search.stage_problem import (
     BACKWARD,
     HELD,
     ChunkUnits,
+    OnlyChoices,
     Split,
     StageChoice,
     StageProblem,
+    leanest,
     runs,
+    stage_problem,
 )
 from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 
@@ -117,10 +117,8 @@ class Tables:
 
     def of(self, units: ChunkUnits, *, forward: bool) -> ChunkTable:
         """The table of a chunk, with the highest point in a forward or without."""
-        digest = blake2b()
-        for rows in (*units.alone, *units.together):
-            digest.update(len(rows).to_bytes(8, "little") + rows.tobytes())
-        key = digest.digest(), tuple(units.policies), forward
+        rows = tuple(rows.tobytes() for rows in (*units.alone, *units.together))
+        key = rows, tuple(units.policies), forward
         if key not in self._known:
             self._known[key] = ChunkTable(units, forward=forward)
         return self._known[key]
@@ -130,22 +128,43 @@ class Stage:
     """One stage's search.
 
     Args:
-        problem: the problem of the stage.
+        costs: the costs of policies in the model.
+        number: the pipeline rank.
+        only: the choices that may be used.
         tables: the tables that all stages share.
-        stages: the stages of the whole problem, which share the work.
     """
 
-    def __init__(self, problem: StageProblem, tables: Tables, stages: int) -> None:
-        self.problem, self._tables, self._stages = problem, tables, stages
+    def __init__(self, costs: PolicyCosts, number: int, only: OnlyChoices, tables: Tables) -> None:
+        self._costs, self._number, self._only, self._tables = costs, number, only, tables
         self._budget = -1
         self._kept: dict[int, StagePlans | None] = {}
         self._found: dict[int, StageChoice | None] = {}
 
     @cached_property
-    def tables(self) -> list[ChunkTable]:
-        """The table of every chunk."""
-        forward = bool(self.problem.is_forward.any())
-        return [self._tables.of(chunk, forward=forward) for chunk in self.problem.chunks]
+    def problem(self) -> StageProblem:
+        """The problem of the stage."""
+        return stage_problem(self._costs, self._number, self._only)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether sums over chunks say the true peak: nothing runs side by side, and no layer is a
+        CUDA graph."""
+        return not self.problem.paired.any()
+
+    def true_peak(self, split: Split) -> int:
+        """Peak of the stage's choices."""
+        layers = [NONE] * self._costs.profile.num_layers
+        for chunk, policies in zip(self._costs.layout.stages[self._number], split, strict=True):
+            for layer, choice in zip(chunk.layers, policies, strict=True):
+                layers[layer] = choice
+        return self._costs.peak_alone(self._number, RecomputePolicy(tuple(layers))).bytes
+
+    def arranged(self, split: Split) -> tuple[int, Split]:
+        """The true peak of choices, and these; layers of one kind in the order of what they hold,
+        if that is lower: as one microbatch's first layers come, another's last ones have gone."""
+        ascending = tuple(map(_ascending, self.problem.chunks, split))
+        peaks = [(self.true_peak(own), own) for own in (split, ascending)]
+        return min(peaks, key=lambda own: own[0])
 
     @cached_property
     def least_ps(self) -> int:
@@ -156,9 +175,12 @@ class Stage:
     @cached_property
     def leanest(self) -> StageChoice:
         """The choices with the lowest peak, at any time."""
-        if self.problem.true_peak is None:
-            return leanest(self.problem)
-        return arranged(self.problem, leanest(self.problem.apart(0)))
+        found = leanest(self.problem)
+        return found if self.is_plain else self._arranged(found)
+
+    def _arranged(self, choice: StageChoice) -> StageChoice:
+        peak_bytes, split = self.arranged(choice.policies)
+        return replace(choice, policies=split, peak_bytes=peak_bytes)
 
     def plans(self, budget: int, added: int = 0) -> StagePlans | None:
         """Its plans under a budget, with bytes added to events of pairs; None where none fit.
@@ -172,8 +194,8 @@ class Stage:
         return self._kept[added]
 
     def _plans(self, budget: int, added: int) -> StagePlans | None:
-        problem = self.problem if self.problem.true_peak is None else self.problem.apart(added)
-        lean = self.leanest if self.problem.true_peak is None else leanest(problem)
+        problem = self.problem.apart(added)
+        lean = self.leanest if self.is_plain else leanest(problem)
         if lean.peak_bytes > budget:
             return None
         relaxed = self.plans(budget) if added else None
@@ -182,14 +204,15 @@ class Stage:
             budget,
             relaxed.plans if relaxed else self._open(),
             lean.policies,
-            max(WORK // self._stages, LEAST_WORK),
+            max(WORK // self._costs.layout.num_stages, LEAST_WORK),
         )
 
     def _open(self) -> list[Plans]:
         """The search state of every chunk, shared by equal chunks."""
-        tables = {id(table): table for table in self.tables}
-        own = {key: Plans(table) for key, table in tables.items()}
-        return [own[id(table)] for table in self.tables]
+        forward = bool(self.problem.is_forward.any())
+        tables = [self._tables.of(chunk, forward=forward) for chunk in self.problem.chunks]
+        own = {id(table): Plans(table) for table in tables}
+        return [own[id(table)] for table in tables]
 
     def fastest(self, budget: int) -> StageChoice | None:
         """The least busy choices whose peak is at most the budget; None when none fit."""
@@ -202,11 +225,9 @@ class Stage:
         return self._found[budget]
 
     def _fastest(self, budget: int) -> StageChoice | None:
-        if self.problem.true_peak is None:
-            return self._least_busy(budget, 0)
         relaxed = self._least_busy(budget, 0)
-        if relaxed is None:
-            return None
+        if relaxed is None or self.is_plain:
+            return relaxed
         best, _ = self.shrunk(budget)
         return best and replace(best, bound_ps=min(best.time_ps, relaxed.bound_ps))
 
@@ -215,7 +236,7 @@ class Stage:
 
         def search(added: Less) -> StageChoice | None:
             found = self._least_busy(budget, *added)
-            return None if found is None else arranged(self.problem, found)
+            return None if found is None else self._arranged(found)
 
         best = shrunk(search, lambda own: [own.peak_bytes - budget], lambda own: own.time_ps)
         if best[0] is None and self.leanest.peak_bytes <= budget:
@@ -238,40 +259,8 @@ class Stage:
         return StageChoice(fewest, time, int(peaks[best[0]]), bound)
 
 
-def true_peak(
-    costs: PolicyCosts, stage: int, moments: Sequence[Moment]
-) -> Callable[[Split], int] | None:
-    """A function for the peak of a stage's choices; None where its moments say it, because nothing
-    runs side by side and no layer is a CUDA graph."""
-    if not costs.profile.graphs_of_layers and not any(m.in_parts for m in moments):
-        return None
-
-    def peak_bytes(split: Split) -> int:
-        layers = [NONE] * costs.profile.num_layers
-        for chunk, policies in zip(costs.layout.stages[stage], split, strict=True):
-            for layer, choice in zip(chunk.layers, policies, strict=True):
-                layers[layer] = choice
-        return costs.peak_alone(stage, RecomputePolicy(tuple(layers))).bytes
-
-    return peak_bytes
-
-
-def arranged(problem: StageProblem, choice: StageChoice) -> StageChoice:
-    """The choice with its true peak; layers of one kind in the order of what they hold, if that is
-    lower: as one microbatch's first layers come, another's last ones have gone."""
-    assert problem.true_peak is not None
-    splits = choice.policies, ascending(problem, choice.policies)
-    peaks = [problem.true_peak(split) for split in splits]
-    best = 1 if peaks[1] < peaks[0] else 0
-    return replace(choice, policies=splits[best], peak_bytes=peaks[best])
-
-
-def ascending(problem: StageProblem, split: Split) -> Split:
-    """A split with the layers of every kind in the order of what they hold."""
-    return tuple(map(_ascending, problem.chunks, split))
-
-
 def _ascending(units: ChunkUnits, policies: tuple[LayerPolicy, ...]) -> tuple[LayerPolicy, ...]:
+    """The choices of a chunk with the layers of every kind in the order of what they hold."""
     alike = defaultdict[object, list[int]](list)
     for position, choice in enumerate(policies):
         if choice.group == 1:

@@ -10,7 +10,7 @@ max over its units of (held of the units up to it + its transient).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -21,7 +21,13 @@ from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost import Bools, Ints
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.planner.cost.p2p_tensors import Moment
-from megatron_autorecompute.planner.cost.peak_memory import StageBase, turned
+from megatron_autorecompute.planner.cost.peak_memory import (
+    StageBase,
+    stage_base,
+    stage_moments,
+    turned,
+)
+from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.cost.unit_costs import CostTable, Unit
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 
@@ -37,18 +43,20 @@ EARLY = "ahead"
 class OnlyChoices:
     """A restriction of the choices that may be used."""
 
-    choices: frozenset[LayerPolicy]
-    """Choices of a single layer."""
+    choices: frozenset[LayerPolicy] | None
+    """Choices of a single layer; None: every recorded one."""
     groups: bool
     """Whether checkpoints around several layers may be used, of any size."""
-    ahead: bool = False
+    ahead: bool
     """Whether full layers may begin their recompute before the gradient is there."""
 
     @classmethod
-    def parse(cls, texts: Iterable[str]) -> OnlyChoices:
+    def parse(cls, texts: Iterable[str] | None) -> OnlyChoices:
         """Read choices; `full/N` stands for all groups, `ahead` for `+ahead` of all. Raises
         PolicyError for other texts."""
-        wanted = set(texts)
+        wanted = {EARLY} if texts is None else set(texts)
+        if wanted == {EARLY}:
+            return cls(None, True, texts is not None)
         alone = frozenset(LayerPolicy.parse(text) for text in wanted - {GROUPS, EARLY})
         for choice in alone:
             if choice.group > 1:
@@ -57,28 +65,21 @@ class OnlyChoices:
                 raise PolicyError(f"{choice}: +ahead is allowed for all choices, as {EARLY}.")
         return cls(alone, GROUPS in wanted, EARLY in wanted)
 
-    @property
-    def every(self) -> bool:
-        """Whether every recorded choice is allowed."""
-        return self.ahead and not self.choices and not self.groups
-
-    def texts(self) -> tuple[str, ...]:
+    def texts(self) -> tuple[str, ...] | None:
         """What `parse` reads, sorted."""
+        if self.choices is None:
+            return (EARLY,) if self.ahead else None
         more = [GROUPS] * self.groups + [EARLY] * self.ahead
         return tuple(sorted([*map(str, self.choices), *more]))
-
-    def and_also(self, choice: LayerPolicy) -> OnlyChoices:
-        """These choices, and one more choice of a single layer."""
-        return self if self.every else replace(self, choices=self.choices | {choice})
 
     def allow(self, table: CostTable, layer: int, choice: LayerPolicy) -> bool:
         """Whether a layer may have a choice; an inert choice counts as the choice it equals."""
         if choice.ahead and not self.ahead:
             return False
-        if choice.group > 1 or self.every:
-            return self.groups or self.every
-        choice = choice.in_time
-        return not self.choices.isdisjoint(table.names(layer, choice))
+        if choice.group > 1:
+            return self.groups
+        names = table.names(layer, choice.in_time)
+        return self.choices is None or not self.choices.isdisjoint(names)
 
 
 COLUMNS = FORWARD_PS, BACKWARD_PS, HELD, FORWARD, BACKWARD = range(5)
@@ -95,11 +96,11 @@ class ChunkUnits:
         table: the table of what choices cost.
         chunk: the chunk of the layout.
         boundary_bytes: the bytes of the gradient of its output.
-        only: the choices that may be used; None allows every recorded choice.
+        only: the choices that may be used.
     """
 
     def __init__(
-        self, table: CostTable, chunk: Chunk, boundary_bytes: int, only: OnlyChoices | None = None
+        self, table: CostTable, chunk: Chunk, boundary_bytes: int, only: OnlyChoices
     ) -> None:
         before, after = table.pseudo_layers(chunk)
         self.layers, self.first, self.full = chunk.layers, len(before), table.full
@@ -116,9 +117,8 @@ class ChunkUnits:
             for place, (own, kept) in enumerate(costs)
         ]
         """The options of a single unit at each place, `[choice, column]`."""
-        grouped = only is None or only.groups or only.every
         self.together: list[Ints] = [
-            self._checkpoints(table, place, gradient, grouped) for place in range(self.places)
+            self._checkpoints(table, place, gradient, only.groups) for place in range(self.places)
         ]
         """The checkpoints of several layers that begin at each place, `[number - 2, column]`."""
 
@@ -202,11 +202,11 @@ def _rows(costs: Ints, gradient: Ints | int) -> Ints:
     return np.stack([forward_ps, backward_ps, held, forward, backward + gradient], 1)
 
 
-def _allowed(table: CostTable, layer: int, only: OnlyChoices | None) -> tuple[LayerPolicy, ...]:
-    policies = tuple(p for p in table.choices(layer) if only is None or only.allow(table, layer, p))
+def _allowed(table: CostTable, layer: int, only: OnlyChoices) -> tuple[LayerPolicy, ...]:
+    policies = tuple(p for p in table.choices(layer) if only.allow(table, layer, p))
     if not policies:
         raise ProfileError(
-            f"None of the allowed choices {list(only.texts() if only else ())} has a record for "
+            f"None of the allowed choices {list(only.texts() or ())} has a record for "
             f"layer {layer}, which has {', '.join(map(str, table.choices(layer)))}. Allow one of "
             "these."
         )
@@ -229,25 +229,23 @@ class StageProblem:
     """Peak outside forwards and backwards: static bytes and the optimizer step."""
     paired: Bools
     """Whether an event is one of two side by side, here without the other, or in part a CUDA graph:
-    see `side_by_side`."""
-    true_peak: Callable[[Split], int] | None = None
-    """Peak of choices; None where the moments say it, because no event is such a one."""
+    what it truly needs may be more, by no sum over chunks."""
 
     def apart(self, added_bytes: int) -> StageProblem:
-        """This problem with some bytes added to these events, and without a true peak."""
-        return replace(self, constant=self.constant + self.paired * added_bytes, true_peak=None)
+        """This problem with some bytes added to these events."""
+        return replace(self, constant=self.constant + self.paired * added_bytes)
 
 
-def stage_problem(
-    chunks: Sequence[ChunkUnits],
-    moments: Sequence[Moment],
-    base: StageBase,
-    true_peak: Callable[[Split], int] | None = None,
-) -> StageProblem:
-    """Combine chunks and moments, without the moments that others imply."""
+def stage_problem(costs: PolicyCosts, stage: int, only: OnlyChoices) -> StageProblem:
+    """The problem of one stage, without the moments that others imply."""
+    profile = costs.profile
+    base = stage_base(profile, costs.layout, stage, "high")
+    moments = stage_moments(profile, costs.schedule, stage)
+    own = costs.layout.stages[stage]
+    chunks = [ChunkUnits(costs.high, chunk, base.boundary_bytes, only) for chunk in own]
     pairs = [moment for moment in moments if moment.beside is not None]
-    graphs = true_peak is not None and not any(m.in_parts for m in moments)
-    moments = [*moments, *map(turned, pairs)]
+    graphs = profile.graphs_of_layers and not any(m.in_parts for m in moments)
+    moments = (*moments, *map(turned, pairs))
     kept = [moment for moment in moments if not _implied(moment, moments, chunks, base)]
     return StageProblem(
         tuple(chunks),
@@ -257,7 +255,6 @@ def stage_problem(
         np.array([base.constant_bytes(m.direction, m.extra, m.deferred) for m in kept], np.int64),
         base.static.total_bytes + base.optimizer_step_peak_bytes,
         np.array([graphs or moment.in_parts for moment in kept], np.bool_),
-        true_peak,
     )
 
 
@@ -310,3 +307,92 @@ class StageChoice:
     def gap(self) -> float:
         """(time - bound) / time; 0 is proven optimal."""
         return (self.time_ps - self.bound_ps) / self.time_ps if self.time_ps else 0.0
+
+
+_FAR = 1 << 60
+"""Bytes that no sum reaches."""
+
+
+def leanest(problem: StageProblem) -> StageChoice:
+    """The choices with the lowest peak, at any time; of these, every chunk's hold the least they
+    can. Exact, without tables.
+
+    A chunk affects other chunks only by what it holds, and less is better. Within a chunk, less
+    held by the first layers is better for all later ones. So iteration finds the least that every
+    chunk can hold under a peak: begin as if chunks held nothing, let each hold the least with which
+    its own moments fit beside the others, and repeat until nothing rises. If the iteration ends,
+    these choices fit; if a chunk finds none, nothing fits. Bisection then finds the lowest such
+    peak.
+    """
+    found, _ = _fitting(problem, _FAR, np.zeros(len(problem.chunks), np.int64))
+    assert found is not None  # without a limit everything fits
+    best, figures = found
+    low, high = problem.floor_bytes, _peak_bytes(problem, figures)
+    while low < high:
+        peak = (low + high) // 2
+        found, short_bytes = _fitting(problem, peak, figures[:, HELD])
+        if found is None:
+            low = min(high, peak + short_bytes)
+        else:
+            best, figures = found
+            high = _peak_bytes(problem, figures)
+    time_ps = int(figures[:, :HELD].sum())
+    return StageChoice(best, time_ps, high, time_ps)
+
+
+def _fitting(problem: StageProblem, peak: int, held: Ints) -> tuple[tuple[Split, Ints] | None, int]:
+    """Choices with such a peak and their figures, `[chunk, column]`, None where there are none; and
+    the least number of further bytes that would have changed the result. Chunks hold no less than
+    they do under a higher peak."""
+    short_bytes = _FAR
+    while True:
+        split, figures = list[tuple[LayerPolicy, ...]](), list[Ints]()
+        for c, chunk in enumerate(problem.chunks):
+            room = peak - problem.constant - problem.counts @ held
+            own, forward = problem.running == c, problem.is_forward
+            limits = [room[own & each].min(initial=_FAR) for each in (forward, ~forward)]
+            choices, short = _least(chunk, np.array(limits))
+            short_bytes = min(short_bytes, short)
+            if choices is None:
+                return None, short_bytes
+            split.append(choices)
+            figures.append(chunk.plan(choices))
+        rising = np.maximum(held, [own[HELD] for own in figures])
+        if np.array_equal(rising, held):
+            return (tuple(split), np.stack(figures)), short_bytes
+        held = rising
+
+
+def _peak_bytes(problem: StageProblem, figures: Ints) -> int:
+    own = figures[problem.running, np.where(problem.is_forward, FORWARD, BACKWARD)]
+    needed = problem.constant + problem.counts @ figures[:, HELD] + own
+    return int(max(needed.max(initial=0), problem.floor_bytes))
+
+
+def _least(units: ChunkUnits, limits: Ints) -> tuple[tuple[LayerPolicy, ...] | None, int]:
+    """The choices of a chunk that hold the least of those below both limits, None where there are
+    none; and by how much higher limits may be for the same answer.
+
+    From the first unit to the last it keeps the choices with the least held before each place.
+    """
+    places, short_bytes = units.places, _FAR
+    held, came = np.full(places + 1, _FAR), np.zeros((places + 1, 2), np.int64)
+    held[0] = 0
+    for place, (rows, sizes, _) in enumerate(units.every):
+        if held[place] >= _FAR:
+            continue
+        total = held[place] + rows[:, HELD]
+        over = (total[:, None] + rows[:, HIGHEST] - limits).max(axis=1)
+        short_bytes = min(short_bytes, int(over.min(initial=_FAR, where=over > 0)))
+        which = np.flatnonzero((over <= 0) & (total < held[place + sizes]))
+        which = which[np.argsort(-total[which], kind="stable")]  # the least is written last
+        held[place + sizes[which]] = total[which]
+        came[place + sizes[which], 0], came[place + sizes[which], 1] = place, which
+    if held[-1] >= _FAR:
+        return None, short_bytes
+    choices, place = list[tuple[LayerPolicy, ...]](), places
+    while place:  # back along what led to the end
+        before, at = came[place].tolist()
+        choices.append(units.choice(before, at, place - before))
+        place = before
+    return tuple(choice for own in reversed(choices) for choice in own), short_bytes

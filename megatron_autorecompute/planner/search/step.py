@@ -27,7 +27,7 @@ from megatron_autorecompute.planner.search.manual import best_manual, fits
 from megatron_autorecompute.planner.search.master import Master, Replay
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import Solution, proven
-from megatron_autorecompute.planner.search.stage import Stage, ascending
+from megatron_autorecompute.planner.search.stage import Stage
 from megatron_autorecompute.planner.search.stage_plans import StagePlans
 from megatron_autorecompute.planner.search.stage_problem import HELD, Split, put_together
 from megatron_autorecompute.policy import RecomputePolicy
@@ -83,16 +83,12 @@ class StepSearch:
         self.stages = [_plans(stage, budget, 0) for stage, budget in pairs]
         """The stages as if nothing ran side by side."""
         self.tight = [
-            plain
-            if stage.problem.true_peak is None
-            else _plans(stage, budget, stage.shrunk(budget)[1])
+            plain if stage.is_plain else _plans(stage, budget, stage.shrunk(budget)[1])
             for plain, (stage, budget) in zip(self.stages, pairs, strict=True)
         ]
         """With bytes added to events, so that what they list mostly fits truly."""
         self.options: list[dict[tuple[int, ...], None]] = [{} for _ in stages]
         """Plans of every stage that truly fit."""
-        self._true: list[dict[tuple[int, ...], tuple[int, ...] | None]] = [{} for _ in stages]
-        """The true costs of plans that were met; None where they do not fit."""
         self.master = Master(replay, self.stages)
         self.several = len(self.master.keys) > len(stages)
         self.best: tuple[int, Chosen] = (1 << 62, [])
@@ -101,29 +97,21 @@ class StepSearch:
 
     def put(self, stage: int, rows: Ints | Sequence[Sequence[int]]) -> Chosen:
         """Know plans of a stage; those that truly fit, or do in another order of layers."""
-        known = self._true[stage]
-        found: Chosen = []
-        for row in map(tuple, np.asarray(rows, np.int64).tolist()):
-            if row not in known:
-                known[row] = self._truly(stage, row)
-            own = known[row]
-            if own is not None:
-                self.options[stage][own] = None
-                found.append(own)
+        every = (self._truly(stage, tuple(row)) for row in np.asarray(rows, np.int64).tolist())
+        found = [row for row in every if row is not None]
+        self.options[stage] |= dict.fromkeys(found)
         return found
 
     def _truly(self, stage: int, row: tuple[int, ...]) -> tuple[int, ...] | None:
         """A plan, or the same with its layers in the order of what they hold; None where neither
         truly fits."""
-        problem, own = self._searches[stage].problem, self.stages[stage]
-        if problem.true_peak is None:
+        search, own = self._searches[stage], self.stages[stage]
+        if search.is_plain:
             return row
-        split = own.choices(row)
-        for one in (split, ascending(problem, split)):
-            if problem.true_peak(one) <= self.budgets[stage]:
-                pairs = zip(own.plans, one, strict=True)
-                return tuple(plans.add(policies) for plans, policies in pairs)
-        return None
+        peak_bytes, split = search.arranged(own.choices(row))
+        if peak_bytes > self.budgets[stage]:
+            return None
+        return tuple(plans.add(policies) for plans, policies in zip(own.plans, split, strict=True))
 
     def start(self, splits: Sequence[Split]) -> None:
         """Begin with choices that fit."""
@@ -147,16 +135,21 @@ class StepSearch:
         for stage, rows in enumerate(chosen):
             self.master.put(stage, rows)
 
-    def _listed(self, weights: Floats) -> float:
-        """Let every stage list its plans at some weights; what they bound the step to."""
-        total = float((weights * self.replay.residual).sum())
+    def _listed(self, counts: Floats | Ints) -> float:
+        """Let every stage list its plans where events count so often; what they bound the step to,
+        in integers where counts are and stages know their least."""
+        total, rest = sum_of(counts, self.replay.residual), 0.0
         for number, (stage, tight) in enumerate(zip(self.stages, self.tight, strict=True)):
-            found = stage.listed(weights[:, number])
-            total += found.bound
-            self.put(
-                number, found.rows if tight is stage else tight.listed(weights[:, number]).rows
-            )
-        return total - SLACK * abs(total)
+            own = counts[:, number]
+            found = stage.listed(own.astype(np.float64))
+            listed = found if tight is stage else tight.listed(own.astype(np.float64))
+            self.put(number, listed.rows)
+            if found.whole and own.dtype == np.int64:
+                times = np.moveaxis(stage.times(found.rows), -1, 0)
+                total += min(sum_of(own, each) for each in times)
+            else:
+                rest += found.bound
+        return total + rest - SLACK * abs(rest if counts.dtype == np.int64 else total + rest)
 
     def _first_of_all(self, weights: Floats) -> None:
         """Take the first of every stage's plans at some weights."""
@@ -204,7 +197,7 @@ class StepSearch:
         if self.several and len(self.master.keys) > CHUNKS:
             return False
         for path in self.replay.paths(self.master.times(self.best[1])):
-            self._bound(self._exact(path))
+            self._bound(self._listed(path))
         return self.master.bound > self.best_ps - 1
 
     @property
@@ -214,20 +207,6 @@ class StepSearch:
 
     def _bound(self, bound: float) -> None:
         self.master.bound = max(self.master.bound, bound)
-
-    def _exact(self, path: Ints) -> float:
-        """What one path says, in integers where stages know their least."""
-        total, rest = sum_of(path, self.replay.residual), 0.0
-        for number, stage in enumerate(self.stages):
-            found = stage.listed(path[:, number].astype(np.float64))
-            if self.tight[number] is stage:
-                self.put(number, found.rows)
-            if found.whole:
-                times = stage.times(found.rows)
-                total += min(sum_of(path[:, number], times[..., i]) for i in range(times.shape[2]))
-            else:
-                rest += found.bound * (1 - SLACK)
-        return total + rest
 
     def prove(self) -> None:
         """Solve the program in integers, of the plans that may make the best step shorter; replay,
@@ -370,9 +349,11 @@ def _plans(stage: Stage, budget: int, added: int) -> StagePlans:
     return found
 
 
-def sum_of(weights: Ints, times: Ints) -> int:
-    """The sum of products, of any size."""
-    return sum(w * t for w, t in zip(weights.ravel().tolist(), times.ravel().tolist(), strict=True))
+def sum_of(weights: Floats | Ints, times: Ints) -> float:
+    """The sum of products, of any size; an int where the weights are."""
+    products = zip(weights.ravel().tolist(), times.ravel().tolist(), strict=True)
+    found: float = sum(w * t for w, t in products)
+    return found
 
 
 def shortest(problem: Problem) -> Solution | None:

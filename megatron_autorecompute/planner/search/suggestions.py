@@ -7,9 +7,10 @@ measured: they are scaled or added up.
 from __future__ import annotations
 
 import heapq
-import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 from megatron_autorecompute.errors import InfeasibleError, PipelineError, PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
@@ -24,23 +25,16 @@ from megatron_autorecompute.planner.cost.layout_flags import (
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import try_solve
-from megatron_autorecompute.policy import FULL, NONE
-from megatron_autorecompute.profile import (
-    ChoiceRecord,
-    LayerBytes,
-    LayerKind,
-    Profile,
-    ScheduleOverhead,
-    StageRecord,
-    StaticBytes,
-)
+from megatron_autorecompute.policy import FULL
+from megatron_autorecompute.profile import Profile, StaticBytes
 
 _NEAREST_LAYOUTS = 12  # tried for an error message, which should take seconds
-_MOST_WORK = _NEAREST_LAYOUTS * 512 * 16
-"""Limit on layouts x layers x choices that are tried: fewer layouts for larger models."""
-_SAME_GPUS, _TWICE_GPUS = 2, 1
-"""Factor on the microbatches of a data-parallel rank in a step of the same samples, where the model
-is divided among twice as many ranks."""
+_UNSCALED = (
+    *("static", "embedding_static", "head_static", "also_static_bytes"),
+    *("optimizer_step_peak_bytes", "step_end_ms", "measured_step", "checkpoint_ms"),
+    *("available_bytes", "fragmentation_bytes", "others_bytes", "host", "host_link", "lines"),
+)
+"""Fields of a profile that do not grow with the activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +51,22 @@ class Change:
 def cheapest_changes(problem: Problem, most: int = 3) -> tuple[Change, ...]:
     """Up to three changes, each alone, with which a plan fits; the fastest step first.
 
-    For a smaller micro-batch, bytes and times of activations are scaled with it. For twice the
-    tensor parallelism they and the static bytes are halved. Both are estimates; a profile at that
-    size is better. For twice the stages and for another layout, static bytes are added up from the
-    kinds. Twice the stages or the tensor parallelism are on the same GPUs, where the half of the
+    For a smaller micro-batch, bytes and times of activations are scaled with it, which is an
+    estimate; a profile at that size is better. For twice the stages and for another layout, static
+    bytes are added up from the kinds. Twice the stages are on the same GPUs, where the half of the
     data-parallel ranks is left to share a step's samples and the optimizer's state, or else on
-    twice the GPUs. If a kind has no record of full, it is assumed to hold one boundary tensor and
-    to run forward twice.
+    twice the GPUs.
     """
     found: list[Change] = []
-    for proposal in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages, _more_tp):
+    for proposal in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages):
         try:
-            changes = (_solved(*proposed) for proposed in proposal(problem))
-            found += itertools.islice(filter(None, changes), 1)
+            for text, changed, settings in proposal(problem):
+                if solution := try_solve(changed):
+                    found.append(Change(text, solution.cost.step_ms, settings))
+                    break
         except (InfeasibleError, PipelineError, ProfileError, PolicyError):
             continue  # this change does not fit, or the profile does not say
     return tuple(sorted(found, key=lambda change: change.step_ms)[:most])
-
-
-def _solved(text: str, changed: Problem, settings: Mapping[str, object]) -> Change | None:
-    solution = try_solve(changed)
-    return Change(text, solution.cost.step_ms, settings) if solution else None
 
 
 Proposals = Iterator[tuple[str, Problem, Mapping[str, object]]]
@@ -86,8 +75,8 @@ Proposals = Iterator[tuple[str, Problem, Mapping[str, object]]]
 
 def _smaller_micro_batch(problem: Problem) -> Proposals:
     size = problem.profile.parallelism.micro_batch_size
-    for smaller in sorted((d for d in range(1, size) if size % d == 0), reverse=True):
-        profile = _scaled(problem.profile, smaller / size, static=1.0, state=1.0)
+    for smaller in (d for d in range(size - 1, 0, -1) if size % d == 0):
+        profile = replace(_scaled(problem.profile, smaller / size), measured_step=None)
         schedule = _repeated(problem.schedule, size // smaller)
         text = f"micro-batch size {smaller} instead of {size} (scaled, not measured)"
         changed = replace(problem, profile=profile, schedule=schedule)
@@ -95,54 +84,21 @@ def _smaller_micro_batch(problem: Problem) -> Proposals:
 
 
 def _full_recompute(problem: Problem) -> Proposals:
-    profile = problem.profile
-    lacking = [k for k in profile.kinds if k.record(FULL) is None and k.record(NONE)]
-    only = problem.only and problem.only.and_also(FULL)
-    if not lacking and only == problem.only:
-        return
-    kinds = tuple(
-        _with_full(kind, profile.boundary_bytes) if kind in lacking else kind
-        for kind in profile.kinds
-    )
-    allowed = None if only is None else only.texts()
-    wider = replace(problem, profile=replace(profile, kinds=kinds), allowed=allowed)
-    names = ", ".join(kind.name for kind in lacking) or "all kinds"
-    yield f"full recompute as a choice for {names}", wider, {}
-
-
-def _with_full(kind: LayerKind, boundary_bytes: int) -> LayerKind:
-    none = kind.record(NONE)
-    if none is None:
-        return kind
-    highest = max(none.forward_transient_bytes, none.backward_transient_bytes)
-    singles = [r for r in kind.choices if r.policy.granularity != "full"]
-    slowest_ms = max(record.forward_ms + record.backward_ms for record in singles)
-    full = ChoiceRecord(
-        choice=str(FULL),
-        held_bytes=boundary_bytes,
-        forward_transient_bytes=none.forward_transient_bytes + none.held_bytes,
-        backward_transient_bytes=none.held_bytes + highest,
-        forward_ms=none.forward_ms,
-        # At least as slow as every choice that it contains.
-        backward_ms=max(none.forward_ms + none.backward_ms, slowest_ms - none.forward_ms),
-        source="assumed",
-    )
-    return replace(kind, choices=(*kind.choices, full))
+    if FULL not in (problem.only.choices or {FULL}):
+        allowed = *(problem.allowed or ()), str(FULL)
+        yield "full recompute as a choice", replace(problem, allowed=allowed), {}
 
 
 def _other_layout(problem: Problem) -> Proposals:
     """The nearest layouts; `search_layout` finds the fastest one, and takes longer."""
-    if problem.layout.num_stages == 1 or problem.profile.model.encoder_layers:
+    model = problem.profile.model
+    if problem.layout.num_stages == 1 or model.encoder_layers:
         return
-    profile = problem.profile
-    work = profile.num_layers * max(len(kind.choices) for kind in profile.kinds)
-    for layout in itertools.islice(_nearest(problem.layout), 1 + _MOST_WORK // work):
-        if layout != problem.layout:
-            flags = layout_flags(layout, pattern_of_job(profile.model.facts))
-            text = " ".join(f"{name} {value}" for name, value in flags.items())
-            settings = {FIELDS[name]: value for name, value in flags.items()}
-            changed = replace(problem, layout=layout, known=())
-            yield f"another layout: {text}", changed, settings
+    for layout in _nearest(problem.layout):
+        flags = layout_flags(layout, pattern_of_job(model.facts))
+        text = " ".join(f"{name} {value}" for name, value in flags.items())
+        settings = {FIELDS[name]: value for name, value in flags.items()}
+        yield f"another layout: {text}", replace(problem, layout=layout), settings
 
 
 def _nearest(asked: Layout) -> Iterator[Layout]:
@@ -156,128 +112,79 @@ def _nearest(asked: Layout) -> Iterator[Layout]:
 
     for at_first, _, at_last in heapq.nsmallest(_NEAREST_LAYOUTS, uneven_sizes(asked), key=moved):
         layout = uneven_layout(asked, at_first, at_last)
-        if layout is not None:
+        if layout not in (None, asked):
             yield layout
 
 
 def _more_stages(problem: Problem) -> Proposals:
-    model, layout = problem.profile.model, problem.layout
+    model, stages = problem.profile.model, 2 * problem.layout.num_stages
     if model.encoder_layers:
         return
-    stages = 2 * layout.num_stages
     wider = Layout.from_flags(
-        model.num_layers, stages, layout.num_chunks, mtp_num_layers=model.mtp_num_layers
+        model.num_layers, stages, problem.layout.num_chunks, mtp_num_layers=model.mtp_num_layers
     )
-    times = _times_microbatches(problem)
-    schedule = replace(_repeated(problem.schedule, times), num_stages=stages)
+    times, where, gpus = _twice_the_ranks(problem)
     moved = replace(
         problem,
-        profile=_scaled(problem.profile, 1.0, static=1.0, state=times),
+        profile=_with_state(problem.profile, times),
         layout=wider,
-        schedule=replace(schedule, microbatch_group_size=None),
+        schedule=replace(
+            _repeated(problem.schedule, times), num_stages=stages, microbatch_group_size=None
+        ),
         budget=max(problem.budgets),
-        known=(),
     )
-    text = f"{stages} pipeline stages instead of {stages // 2}{_where(times)}"
-    yield text, moved, {"pipeline_model_parallel_size": stages, **_gpus(problem, times)}
+    text = f"{stages} pipeline stages instead of {stages // 2}{where}"
+    yield text, moved, {"pipeline_model_parallel_size": stages, **gpus}
 
 
-def _more_tp(problem: Problem) -> Proposals:
-    times = _times_microbatches(problem)
-    profile = _scaled(problem.profile, 0.5, static=0.5, state=0.5 * times)
-    changed = replace(problem, profile=profile, schedule=_repeated(problem.schedule, times))
-    size = 2 * problem.profile.parallelism.tensor_parallel
-    where = _where(times)
-    text = f"tensor parallelism {size} instead of {size // 2}{where} (halved, not measured)"
-    yield text, changed, {"tensor_model_parallel_size": size, **_gpus(problem, times)}
-
-
-def _times_microbatches(problem: Problem) -> int:
-    """The factor on microbatches: for the same GPUs if they hold the model an even number of times,
-    else for twice the GPUs."""
+def _twice_the_ranks(problem: Problem) -> tuple[int, str, Mapping[str, object]]:
+    """The factor on the microbatches of a data-parallel rank where twice as many ranks hold the
+    model, on which GPUs, and the setting for these: the same ones if the model is there an even
+    number of times."""
     shape, num_gpus = problem.profile.parallelism, problem.profile.num_gpus
-    stages = problem.layout.num_stages
-    holders = (
-        shape.tensor_parallel * shape.context_parallel * stages,
-        shape.expert_parallel * shape.expert_tensor_parallel * stages,
-    )
-    if num_gpus is None or any(num_gpus % (2 * ranks) for ranks in holders):
-        return _TWICE_GPUS
-    return _SAME_GPUS
-
-
-def _where(times: int) -> str:
-    return " on the same GPUs" if times == _SAME_GPUS else " on twice the GPUs"
-
-
-def _gpus(problem: Problem, times: int) -> dict[str, object]:
-    """The setting for twice the GPUs, if they are known and it takes them."""
-    num_gpus = problem.profile.num_gpus
-    return {} if num_gpus is None or times == _SAME_GPUS else {"num_gpus": 2 * num_gpus}
+    experts = shape.expert_parallel * shape.expert_tensor_parallel
+    dense = shape.tensor_parallel * shape.context_parallel
+    holders = math.lcm(dense, experts) * problem.layout.num_stages
+    if num_gpus is not None and num_gpus % (2 * holders) == 0:
+        return 2, " on the same GPUs", {}
+    return 1, " on twice the GPUs", {} if num_gpus is None else {"num_gpus": 2 * num_gpus}
 
 
 def _repeated(schedule: Schedule, times: int) -> Schedule:
     return replace(schedule, num_microbatches=schedule.num_microbatches * times)
 
 
-def _scaled(profile: Profile, factor: float, static: float, state: float) -> Profile:
-    """All activation bytes and times times `factor`, the optimizer's state times `state`, other
-    static bytes times `static`."""
+def _with_state(profile: Profile, times: int) -> Profile:
+    """The profile with so many times the state of the optimizer."""
 
-    def size(old: int) -> int:
-        return round(old * factor)
+    def grown(old: StaticBytes | None) -> StaticBytes | None:
+        return old and replace(old, optimizer_state_bytes=old.optimizer_state_bytes * times)
 
-    def record(old: ChoiceRecord) -> ChoiceRecord:
-        points = (LayerBytes.of(point).each(size).into(point) for point in old.percentiles)
-        return replace(
-            LayerBytes.of(old).each(size).into(old),
-            percentiles=tuple(points),
-            forward_ms=old.forward_ms * factor,
-            backward_ms=old.backward_ms * factor,
-            spread_ms=old.spread_ms * factor,
-            uncertainty_bytes=size(old.uncertainty_bytes),
-            source="scaled",
-        )
-
-    def scale(old: StaticBytes) -> StaticBytes:
-        return StaticBytes(
-            round(old.parameter_bytes * static),
-            round(old.gradient_bytes * static),
-            round(old.optimizer_state_bytes * state),
-            round(old.buffer_bytes * static),
-            {name: round(size_bytes * static) for name, size_bytes in old.shared.items()},
-        )
-
-    def kind(old: LayerKind) -> LayerKind:
-        return replace(old, static=old.static and scale(old.static))
-
-    def stage(old: StageRecord) -> StageRecord:
-        overhead = old.overhead and ScheduleOverhead(
-            size(old.overhead.forward_bytes), size(old.overhead.backward_bytes)
-        )
-        others = old.others_bytes or 0
-        return replace(
-            old,
-            static=scale(old.static),
-            optimizer_step_peak_bytes=round(old.optimizer_step_peak_bytes * static),
-            overhead=overhead,
-            residual_bytes=others + size(old.residual_bytes - others),
-            uncertainty_bytes=size(old.uncertainty_bytes),
-            residual_ms=old.residual_ms * factor,
-        )
-
-    scaled = profile.each_record(record)
     return replace(
-        scaled,
-        kinds=tuple(map(kind, scaled.kinds)),
-        boundary_bytes=size(profile.boundary_bytes),
-        deferred=profile.deferred
-        and replace(profile.deferred, each_bytes=size(profile.deferred.each_bytes)),
-        stages=tuple(map(stage, profile.stages)),
-        embedding_static=profile.embedding_static and scale(profile.embedding_static),
-        head_static=profile.head_static and scale(profile.head_static),
-        measured_step=None,
+        profile,
+        kinds=tuple(replace(kind, static=grown(kind.static)) for kind in profile.kinds),
+        embedding_static=grown(profile.embedding_static),
+        head_static=grown(profile.head_static),
     )
+
+
+def _scaled(found: Any, factor: float) -> Any:
+    """A profile, or a record in it, with the bytes and milliseconds of activations times a
+    factor."""
+    if isinstance(found, tuple):
+        return tuple(_scaled(own, factor) for own in found)
+    if not is_dataclass(found) or isinstance(found, type):
+        return found
+    changed: dict[str, Any] = {}
+    for name in (each.name for each in fields(found) if each.name not in _UNSCALED):
+        own = getattr(found, name)
+        if name == "residual_bytes":  # in part what the job itself keeps
+            changed[name] = max(own, round(own * factor))
+        elif name.endswith("_bytes") and own is not None:
+            changed[name] = round(own * factor)
+        else:
+            changed[name] = own * factor if name.endswith("_ms") else _scaled(own, factor)
+    return replace(found, **changed)
 
 
 def explained(

@@ -16,7 +16,6 @@ from benchmarks import solve_speed
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
-from megatron_autorecompute.planner.search import chunk_plans
 from megatron_autorecompute.planner.search.curve import pareto
 from megatron_autorecompute.planner.search.manual import best_manual
 from megatron_autorecompute.planner.search.problem import Problem
@@ -159,26 +158,6 @@ def test_a_longer_menu_is_never_a_slower_plan():
             assert more.cost.step_ms <= less.cost.step_ms, seed
             shorter += more.cost.step_ms < less.cost.step_ms
     assert shorter > 3
-
-
-@pytest.mark.long
-def test_a_known_plan_that_fits_is_taken_where_it_is_shorter_and_no_other(monkeypatch):
-    problems = (random_step(seed, SEVERAL_CHUNKS) for seed in range(20))
-    asked = [problem.at(budgets) for problem, budgets in problems]
-    best = [(problem, own) for problem in asked if (own := try_solve(problem)) is not None]
-    monkeypatch.setattr(chunk_plans, "WIDTHS", (1, 1))  # a search that finds little
-    shorter = 0
-    for problem, own in best:
-        lean, fast = (
-            put_together(problem.layout, [stage.policies for stage in choices])
-            for choices in (problem.stages.leanest, problem.stages.fastest)
-        )
-        fresh = replace(problem, known=(lean, fast))
-        with_best = solve(replace(problem, known=(fast, own.policy, lean)))
-        assert with_best.cost.step_ms == own.cost.step_ms <= solve(fresh).cost.step_ms
-        assert with_best.cost.peak_high_bytes <= max(problem.budgets)
-        shorter += own.cost.step_ms < solve(fresh).cost.step_ms
-    assert shorter
 
 
 def test_a_plan_is_the_same_whatever_was_asked_before():
