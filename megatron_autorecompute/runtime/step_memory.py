@@ -228,3 +228,11 @@ def _optimizer_state(optimizer: Any) -> list[torch.Tensor]:
     state = [value for part in inner for entry in part.state.values() for value in entry.values()]
     masters = [p for part in inner for group in part.param_groups for p in group["params"]]
     return [value for value in state + masters if isinstance(value, torch.Tensor)]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the device has no memory left; also for cuBLAS and NCCL."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in said or "_ALLOC_FAILED" in said)
+    )

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_autorecompute.errors import ApplyError
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
-from megatron_autorecompute.runtime.oom_guard import FAILED, StepGuard
 from testing.ranks import run_ranks
 from tests.default_model import tiny_model
 from tests.support import microbatch, one_step, seen_twice, start_parallel, tiny_config
@@ -355,52 +354,6 @@ def test_a_policy_on_some_blocks_only_is_not_the_models():
 
 
 # ------------------------------------------------------------- copies made in the middle of a step
-
-
-@pytest.mark.parametrize("way", COPIES)
-def test_a_copy_made_in_a_guarded_step_trains_its_own_parameters_and_is_not_guarded(way):
-
-    (model,) = tiny_model(tiny_config())
-    model.config.finalize_model_grads_func = finalized
-    without = one_step([model])
-    before = vars(COPIES[way](model)).keys()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    guard = StepGuard([model], optimizer, lambda: False)
-    with guard.step():  # shows what the model returns
-        assert one_step([model]).same_bits(without)
-    with guard.step():
-        twin, (twins, twins_optimizer) = COPIES[way](model), copy.deepcopy((model, optimizer))
-        later_twin = COPIES[way](twin)
-        model.decoder.register_forward_pre_hook(out_of_memory)
-        assert not model(**microbatch()).any()
-        for parameter in model.parameters():
-            parameter.data.zero_()
-            parameter.grad = None
-        assert one_step([twin]).same_bits(without)
-        twins_optimizer.param_groups[0]["lr"] = 1.0
-        one_step([twins])
-        twins_optimizer.step()
-        assert any(parameter.any() for parameter in twins.parameters())
-        failing = later_twin.decoder.register_forward_pre_hook(out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError):
-            later_twin(**microbatch())
-        failing.remove()
-    assert guard.outcome == FAILED
-    assert one_step([later_twin]).same_bits(without)
-    assert one_step([twin]).same_bits(without)
-    assert [p for p in model.parameters() if p.grad is not None] == []
-    for each in (twin, later_twin, model):
-        assert each.config.finalize_model_grads_func is finalized
-    assert vars(model).keys() == before
-    assert "step" not in vars(optimizer)
-
-
-def finalized(*_, **__):
-    pass
-
-
-def out_of_memory(*_):
-    raise torch.OutOfMemoryError("simulated")
 
 
 @pytest.mark.parametrize("way", COPIES)
