@@ -40,7 +40,7 @@ from megatron_autorecompute.runtime.fingerprint import fingerprint
 from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.measuring import SETTLING_STEPS, Measuring, Steps
 from megatron_autorecompute.runtime.model_shard import ModelShard, choices, megatrons
-from megatron_autorecompute.runtime.plan_in_force import PlanInForce, Step, climb, that_hides
+from megatron_autorecompute.runtime.plan_in_force import PlanInForce, Step, climb
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.ranks import all_reduce_max
 from megatron_autorecompute.runtime.reporting import report, tell
@@ -245,7 +245,6 @@ class Auto:
                 yield
         finally:
             self._inside = False
-        self._store.step_done()
 
     def _next_step(self) -> Step:
         if self._ended is not None:
@@ -404,15 +403,11 @@ class Auto:
             ended_before = self._store.ended_measuring()
             profile = yield from self._measuring.run(self.fingerprint, ended_before)
             plan = yield from climb(profile, self.decisions, self._in_force)
-            plan = yield from that_hides(plan, self.decisions, self._in_force)
             self._store.save(plan)
         elif not self.options.recompute_plan_only:
             self._in_force.run(plan, f"the plan in {self._store.path}")
             yield from self._in_force.warm_up(plan)
-            kept = yield from self._in_force.one_step(plan, reads_bytes=True)
-            plan = yield from that_hides(kept, self.decisions, self._in_force)
-            if plan is not kept:
-                self._store.save(plan)
+            plan = yield from self._in_force.one_step(plan, reads_bytes=True)
         tell(plan, self.decisions, self.steps)
         if self.options.recompute_plan_only:
             raise SystemExit(0)

@@ -28,7 +28,7 @@ from megatron_autorecompute.compat.offload_modules import Method
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.policy import LayerPolicy
-from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup, Profile
+from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup
 from megatron_autorecompute.runtime.host_memory import free_bytes
 from megatron_autorecompute.runtime.model_shard import MAX_CHOICES, Choices, choices
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, Clock, is_recomputing
@@ -100,19 +100,6 @@ def refuse(config: TransformerConfig, *, blocks: int, varies: bool) -> None:
             f"Megatron's offload knows one. {instead}"
         )
     offload_modules.check_machine()
-
-
-def without_offload(profile: Profile) -> Profile:
-    """The profile without what was recorded of offload."""
-    kinds = (
-        replace(
-            kind,
-            choices=tuple(record for record in kind.choices if not record.policy.offload),
-            inert={name: same for name, same in kind.inert.items() if "+offload[" not in name},
-        )
-        for kind in profile.kinds
-    )
-    return replace(profile, kinds=tuple(kinds), host_link=None)
 
 
 # --- what leaves ----------------------------------------------------------------------------------
@@ -450,32 +437,23 @@ class CopyWatch:
     """Copies to host memory, one for each group that left in a step inside `watching`."""
     back: list[_Timed] = field(default_factory=list)
     """Copies back."""
-    waits: list[_Timed] = field(default_factory=list)
-    """How long backwards waited in the last of these steps."""
     _first: tuple[int, int] = (0, 0)
     """How many of both ran in the first step that had any; host memory is pinned in it."""
     _bytes: int = 0
-    _in_bulk: bool = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Surround a step."""
-        self.waits = []
         methods: dict[str, Callable[..., Any]] = {
             "offload": self._counted,
             "reload": self._reloaded,
             "bulk_offload_group": functools.partial(self._timed, self.out, "d2h_stream"),
             "bulk_reload_group": functools.partial(self._timed, self.back, "h2d_stream"),
-            "on_group_commit_backward": self._waited,
         }
         with offload_modules.watched(methods):
             yield
         if not any(self._first):
             self._first = len(self.out), len(self.back)
-
-    def waited_ms(self) -> float:
-        """How long this rank's backwards waited in the last step that was watched."""
-        return sum(self.clock.ms_between(one.begin, one.end) for one in self.waits)
 
     def link(self) -> HostLink | None:
         """What the slowest rank reached, as the median of its copies without the first step's; the
@@ -507,11 +485,8 @@ class CopyWatch:
 
     def _reloaded(self, usual: Callable[..., Any]) -> Callable[..., Any]:
         def reload(chunk: Any, *args: Any, **named: Any) -> torch.Tensor:
-            begin = self.clock.now()
             tensor: torch.Tensor = usual(chunk, *args, **named)
             self._bytes += tensor.numel() * tensor.element_size()
-            if not self._in_bulk:  # nobody had asked for it, so the backward copies by itself
-                self.waits.append(_Timed(begin, self.clock.now()))
             return tensor
 
         return reload
@@ -520,25 +495,14 @@ class CopyWatch:
         self, copies: list[_Timed], stream: str, usual: Callable[..., None]
     ) -> Callable[..., None]:
         def bulk(chunk: Any, *args: Any) -> None:
-            self._bytes, self._in_bulk = 0, True
+            self._bytes = 0
             with torch.cuda.stream(getattr(chunk, stream)):
                 begin = self.clock.now()
             usual(chunk, *args)
-            self._in_bulk = False
             with torch.cuda.stream(getattr(chunk, stream)):
                 copies.append(_Timed(begin, self.clock.now(), self._bytes))
-            if not torch.cuda.is_available():
-                self.waits.append(copies[-1])
 
         return bulk
-
-    def _waited(self, usual: Callable[..., None]) -> Callable[..., None]:
-        def on_group_commit_backward(chunk: Any, name: str) -> None:
-            begin = self.clock.now()
-            usual(chunk, name)
-            self.waits.append(_Timed(begin, self.clock.now()))
-
-        return on_group_commit_backward
 
 
 def host_bytes() -> int:

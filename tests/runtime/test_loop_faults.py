@@ -227,53 +227,6 @@ def test_an_engine_that_grows_beside_one_rank_makes_all_leaner_and_ends_nothing(
     assert any("OVER BUDGET" in line for line in faults[0]["said"])
 
 
-def comes_late(seconds):
-    """What rank 0 prints and has when rank 1 attaches so much later, or not at all."""
-    import contextlib
-    import io
-    import time
-
-    from megatron_autorecompute.errors import ApplyError
-    from megatron_autorecompute.runtime import attach as module
-
-    make_runnable()
-    gpt, err = small_model(), io.StringIO()
-    module.ALONE_S = 0.5
-    if torch.distributed.get_rank():
-        time.sleep(seconds or 0)
-    if torch.distributed.get_rank() and seconds is None:
-        return leave_the_world()
-    with contextlib.redirect_stderr(err):
-        try:
-            attached(gpt, []).close()
-        except ApplyError as error:
-            leave_the_world()
-            return str(error)
-    return err.getvalue()
-
-
-def leave_the_world():
-    """As a rank that ends."""
-    torch.distributed.destroy_process_group()
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-
-
-def test_a_rank_that_waits_for_others_to_attach_says_so():
-    waits, late = run_ranks(comes_late, 2, 4)
-    assert waits.startswith("recompute auto: attach() on rank 0 waits for ranks that have not")
-    assert waits.endswith(
-        "Call it on every rank of the job, in the same order for several models.\n"
-    )
-    assert late == ""
-
-
-def test_a_rank_whose_others_end_without_attaching_gets_an_error_that_says_so():
-    waited, _ = run_ranks(comes_late, 2, None)
-    assert waited.startswith("attach() on rank 0 waits for ranks that have not called it. Call it")
-    assert "Waiting ended: " in waited
-
-
 # --- one rank -------------------------------------------------------------------------------------
 
 
