@@ -9,7 +9,6 @@ through the attributes that Megatron itself reads (see `compat`).
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 from collections import defaultdict
@@ -50,8 +49,8 @@ HOLDER_KEY = "_autorecompute_holder"
 
 def _copied(original: Any, **other: Any) -> Any:
     """A shallow copy of a block or a config, with other values of some attributes."""
-    copied = copy.copy(original)
-    vars(copied).update(other)
+    copied: Any = object.__new__(type(original))  # a fraction of the calls of copy.copy
+    vars(copied).update(vars(original), **other)
     return copied
 
 

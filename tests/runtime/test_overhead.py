@@ -161,8 +161,7 @@ def test_no_recompute_makes_the_very_calls_of_a_model_without_us(calls):
 def test_a_full_policy_costs_at_most_forty_calls_a_microbatch_more_than_megatrons_own(
     calls, policy
 ):
-    # Looking at a view of the block instead of the block: 27 of 6,120 on 0.19, 36 on 0.16; none of
-    # them at uniform/2, where Megatron's own ModuleList look-ups cost more.
+    # Copies of the block and of its config.
     assert changed(calls, policy, f"Megatron's {policy}") <= 40 * MICROBATCHES
 
 
