@@ -21,7 +21,7 @@ from megatron_autorecompute.runtime.calls import AHEAD, SeenTokens
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lengths_seen import Points
 from megatron_autorecompute.runtime.measurement import Measurement
-from megatron_autorecompute.runtime.offload import CopyWatch, OffloadCounter
+from megatron_autorecompute.runtime.offload import OffloadCounter, host_link
 from megatron_autorecompute.runtime.plan_in_force import RAISED, PlanInForce
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK
 from megatron_autorecompute.runtime.samples import lower_quartile
@@ -54,7 +54,6 @@ class Measuring:
         if self.job.calls is not None:
             self.points = Points()
         self._left_layers = OffloadCounter(self.shard.chunks, DEVICE_CLOCK, self.shard.may_offload)
-        self._copies = CopyWatch()
         self.measurement = Measurement(
             self.shard,
             self.applied,
@@ -100,7 +99,7 @@ class Measuring:
             fingerprint=fingerprint,
         )
         if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
-            profile = replace(profile, host_link=self._copies.link())
+            profile = replace(profile, host_link=host_link())
         if self.points is not None:
             return self.decisions.with_lengths(profile, self.points)
         return self.decisions.with_others(self._with_whole_steps(profile), lean)
@@ -253,7 +252,7 @@ class Measuring:
             yield
             return
         self._left_layers.begin()
-        with self._copies.watching(), self._left_layers.watching():
+        with self._left_layers.watching():
             yield
         self._left_layers.keep(self.applied.policy.layers)
 

@@ -45,10 +45,10 @@ def trained(path, steps, attached=False):
 
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
     from megatron_autorecompute.profile import HostLink, Parallelism
+    from megatron_autorecompute.runtime import measuring
     from megatron_autorecompute.runtime.attach import attach
     from megatron_autorecompute.runtime.auto_options import AutoOptions
     from megatron_autorecompute.runtime.controller import Auto, JobFacts
-    from megatron_autorecompute.runtime.offload import CopyWatch
     from testing.offload_on_cpu import offload_on_cpu
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=SHAPE.pipeline_stages)
@@ -67,13 +67,13 @@ def trained(path, steps, attached=False):
         said.append,
         without_cuda=True,
     )
-    links, usual = [], CopyWatch.link
+    links, usual = [], measuring.host_link
 
-    def link(copies):
-        links.append(usual(copies))
+    def link():
+        links.append(usual())
         return HostLink(1000.0, 1000.0, 1 << 30)
 
-    watch = mock.patch.object(CopyWatch, "link", link)
+    watch = mock.patch.object(measuring, "host_link", link)
     work = Work()
     clock = mock.patch("time.thread_time", side_effect=lambda: work.seconds)
     few = mock.patch.object(offload, "choices", return_value=(NONE, FULL))
