@@ -91,9 +91,6 @@ class Calls:
         """By stage: how much less memory there is now than when it was measured."""
         self.shape = CallShape(max_tokens or 0, 0, most_microbatches)
         """The shape of the plan for this call."""
-        self.said_too_little = False
-        """Whether some call had a longer microbatch than was said; from then on what is said does
-        not count."""
 
     def num_microbatches(self) -> int:
         """The number of microbatches of the plan for the next call."""
@@ -159,7 +156,6 @@ class Calls:
             )
         stages, self.last = len(missed_bytes), seen
         self.missed_bytes, self.short_bytes = tuple(missed[:stages]), tuple(missed[stages:])
-        self.said_too_little |= self.is_said and self.last > self.longest
         self.seen = max(self.seen, self.last)
         self.is_said, self.longest = not unsaid, longest
         self._plan_for(found, total)
@@ -176,7 +172,7 @@ class Calls:
 
     def _tokens(self) -> int:
         """Tokens of the microbatch that the plan for this call is for."""
-        if self.is_said and not self.said_too_little:
+        if self.is_said:
             cap = self.max_tokens or self.seen or self.longest
             return bucket(self.longest, cap)
         if self.max_tokens is not None:

@@ -269,7 +269,6 @@ class Auto:
                 )
             (in_force.outcome,) = all_reduce_max(in_force.own_outcome)
             return
-        lied = calls.said_too_little
         in_force.outcome = calls.agree(
             num_microbatches,
             in_force.own_outcome,
@@ -278,11 +277,6 @@ class Auto:
             in_force.short_bytes(),
         )
         self._seen.forget()
-        if calls.said_too_little and not lied:
-            self.job.say(
-                f"recompute auto: a microbatch was longer than tokens() said; up to {calls.seen:,} "
-                "tokens were seen. From now on every plan is for the cap."
-            )
 
     def close(self) -> None:
         """Stop, and give the model back as it was; a second call does nothing.
