@@ -75,14 +75,6 @@ def attach(
             given different max_tokens. If one rank has the error, all ranks raise it.
         AutorecomputeError: as `Auto`.
     """
-    choices = None if recompute_choices == AHEAD_CHOICES else recompute_choices
-    given = max_tokens, budget_gib, reserve_gib, plan_path, choices, allow_offload
-    if program is not None and any(each is not None for each in given):
-        raise OptionError(
-            "attach() was given a program, whose options have budget, reserve and plan path, and "
-            "one of max_tokens, budget_gib, reserve_gib, plan_path, recompute_choices and "
-            "allow_offload as well. Leave that out."
-        )
     num_microbatches: Callable[[], int] = get_num_microbatches
     with _on_all_ranks(max_tokens, plan_path, allow_offload):
         chunks = _chunks(model_chunks)

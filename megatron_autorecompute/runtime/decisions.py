@@ -247,22 +247,6 @@ class Decisions:
         )
         return replace(profile, stages=tuple(stages))
 
-    def are_kept(self, plan: Plan) -> bool:
-        """Whether every stage kept the plan's budgets in the step that was read last."""
-        return all(p <= most for p, most in zip(self.peaks(), plan.budget_bytes, strict=True))
-
-    def with_own_peaks(self, plan: Plan) -> Plan:
-        """The plan with every stage's peak in the last step read, which ran under it. Where calls
-        differ the plan is unchanged, because that step may have been a small one."""
-        if self.job.calls is not None:
-            return plan
-        return replace(plan, measured_peak_bytes=self.peaks())
-
-    def corrected(self, plan: Plan) -> Profile:
-        """The plan's profile; bytes that it missed of a stage's peak are added to that stage."""
-        predicted = [cost.peak.bytes for cost in plan.cost.stages]
-        return with_missed_bytes(plan.profile, predicted, self.peaks())
-
     def less(self, plan: Plan, short: Sequence[int], step: int) -> Plan | None:
         """The best plan that needs less on the stages that ran short, by a part of the way from the
         stage's peak to what its leanest policy needs; the same on every rank. No recompute begins

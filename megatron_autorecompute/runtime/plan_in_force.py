@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import Profile, with_missed_bytes
@@ -250,10 +252,13 @@ def climb(
             yield in_force.step(reads_bytes=True)
             if in_force.outcome != RAISED:
                 break
-        if is_whole and decisions.are_kept(plan):
+        peaks = decisions.peaks()
+        if is_whole and all(map(operator.le, peaks, plan.budget_bytes)):
             break
-        profile = decisions.corrected(plan)
-    return decisions.with_own_peaks(plan)
+        predicted = [cost.peak.bytes for cost in plan.cost.stages]
+        profile = with_missed_bytes(plan.profile, predicted, peaks)
+    # Where calls differ, that step may have been a small one.
+    return plan if decisions.job.calls else replace(plan, measured_peak_bytes=peaks)
 
 
 def _halfway(lean: Sequence[int], budgets: Sequence[int]) -> list[int]:
