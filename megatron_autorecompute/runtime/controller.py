@@ -79,7 +79,7 @@ class Auto:
         refuse_beyond_device(options)
         self.shard = self._shard(chunks)
         varies = job.calls is not None
-        self.memory = StepMemory(self.shard.chunks, optimizer, job.without_cuda, resets=varies)
+        self.memory = StepMemory(self.shard.chunks, optimizer, job.without_cuda)
         self.decisions = Decisions(self.shard, self.memory, options, job)
         self.fingerprint = self._fingerprint()
         self._store = PlanStore(options.recompute_plan_path, self.fingerprint, job.say)
@@ -384,7 +384,7 @@ class Auto:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes this rank allocated in the last measured step, or since its plan began."""
+        """The most bytes this rank allocated in the last step that was read."""
         return self.memory.peak_bytes
 
     # --- the course of a job ----------------------------------------------------------------------

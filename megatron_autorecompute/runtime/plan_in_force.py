@@ -67,14 +67,11 @@ class PlanInForce:
         """Run a plan from the next step on, on every rank."""
         if self.applied.policy != plan.policy:
             self.applied.switch(plan.policy)
-            self._memory.plan_begins()
         self.plan = plan
 
     def run(self, plan: Plan, what: str) -> None:
         """Run a plan as `switch` does, and say so; `what` describes it in the log."""
-        self.applied.switch(plan.policy)
-        self._memory.plan_begins()
-        self.plan = plan
+        self.switch(plan)
         fullest = max(range(plan.layout.num_stages), key=lambda s: plan.cost.stages[s].peak.bytes)
         self._job.say(
             f"recompute auto: running {what}; predicted {gib(plan.cost.stages[fullest].peak.bytes)}"
