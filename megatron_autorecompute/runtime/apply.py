@@ -214,7 +214,10 @@ class _Sites:
         self.owners = [s.block for s in self.blocks] + [s.mtp for s in self.mtps]
         self.indices = [s.layers for s in self.blocks] + [s.indices for s in self.mtps]
         if not self.owners:
-            raise PolicyError("No TransformerBlock in this model: there is nothing to recompute.")
+            raise PolicyError(
+                "No TransformerBlock in this model: there is nothing to recompute. Leave the "
+                "policy out."
+            )
         held = [owner.__dict__.get(HOLDER_KEY, owner) for owner in self.owners]
         self.configs = list({id(each.config): each.config for each in held}.values())
 

@@ -273,8 +273,7 @@ class Auto:
             num_microbatches,
             in_force.own_outcome,
             self._seen.longest,
-            in_force.missed_bytes(),
-            in_force.short_bytes(),
+            *in_force.missed_and_short_bytes(),
         )
         self._seen.forget()
 

@@ -178,21 +178,16 @@ class PlanInForce:
 
     # --- a loop whose calls differ ----------------------------------------------------------------
 
-    def missed_bytes(self) -> list[int]:
-        """By stage: by how many bytes this rank's last step exceeded its plan's prediction."""
-        missed = [0] * self._decisions.shard.layout.num_stages
-        if self.plan is not None and self._is_read:
-            stage = self._decisions.shard.stage
-            predicted = self.plan.cost.stages[stage].peak_high_bytes
-            missed[stage] = max(0, self._memory.peak_bytes - predicted)
-        return missed
-
-    def short_bytes(self) -> list[int]:
-        """By stage: how much less memory this rank's device has now than when it was measured."""
-        short = [0] * self._decisions.shard.layout.num_stages
+    def missed_and_short_bytes(self) -> tuple[list[int], list[int]]:
+        """By stage, 0 for all but this rank's: by how much its last step exceeded its plan's
+        prediction, and how much less memory its device has now than when it was measured."""
+        stage, num_stages = self._decisions.shard.stage, self._decisions.shard.layout.num_stages
+        missed, short = [0] * num_stages, [0] * num_stages
         if self.plan is not None:
-            short[self._decisions.shard.stage] = self._decisions.short_bytes(self.plan.profile)
-        return short
+            predicted = self.plan.cost.stages[stage].peak_high_bytes
+            missed[stage] = max(0, self._memory.peak_bytes - predicted) * self._is_read
+            short[stage] = self._decisions.short_bytes(self.plan.profile)
+        return missed, short
 
     def _of_next_call(self, plan: Plan, calls: Calls) -> Plan:
         """Run the plan for the next call, solved from what the running one knows."""
