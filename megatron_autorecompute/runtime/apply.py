@@ -428,6 +428,13 @@ class _Held:
         """Make the owner take Megatron's full-recompute branch if the policy has full layers."""
         ((layer, choice),) = self.choices()
         self.set_depth(owner, layer, choice)
+        if owner.config is not self.config or choice.inner:
+            self.hooks.append(owner.register_forward_pre_hook(self._begin))
+
+    def _begin(self, owner: torch.nn.Module, _: Any) -> None:
+        """Before a depth's forward: its config, as it is now."""
+        ((layer, choice),) = self.choices()
+        self.set_depth(owner, layer, choice)
 
     def set_depth(self, owner: torch.nn.Module, layer: Layer, choice: LayerPolicy) -> None:
         """Checkpoints around a depth and around the layers of the stack inside, by Megatron's own

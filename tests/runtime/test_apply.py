@@ -610,14 +610,17 @@ def test_one_models_policy_leaves_another_model_alone():
 
 
 def test_later_changes_of_the_shared_config_are_seen_under_a_policy():
-    model, seen = tiny_gpt(tiny_config())[0], []
-    model.decoder.layers[0].register_forward_pre_hook(lambda *_: seen.append(model.decoder.config))
-    with apply("full", model):
+    model, seen = tiny_gpt(tiny_config(mtp_num_layers=1))[0], []
+    (depth,) = model.mtp.layers
+    for owner, inside in ((model.decoder, model.decoder.layers[0]), (depth, depth.enorm)):
+        inside.register_forward_pre_hook(lambda *_, owner=owner: seen.append(owner.config))
+    with apply("full", model, 5):
         model.config.hidden_dropout = 0.75
         model(**microbatch())
         assert model.decoder.config is model.config
-    (within,) = seen
-    assert (within.recompute_granularity, within.hidden_dropout) == ("full", 0.75)
+    for within in seen:
+        assert (within.recompute_granularity, within.hidden_dropout) == ("full", 0.75)
+    assert len(seen) == 2
 
 
 def test_applying_twice_is_refused_and_names_the_holder():
