@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -96,16 +96,10 @@ class PlanInForce:
         self.num_steps += 1
 
     @contextmanager
-    def step(self, reads_bytes: bool, around: Callable[[], Step] = nullcontext) -> Iterator[None]:
-        """`guarded` for a step under the plan in force.
-
-        Args:
-            reads_bytes: whether the step's peak is read.
-            around: makes a context around the step.
-        """
+    def step(self, reads_bytes: bool) -> Iterator[None]:
+        """`guarded` for a step under the plan in force, whose peak is read if `reads_bytes`."""
         self._is_read = reads_bytes
-        read = self._memory.watching() if reads_bytes else nullcontext()
-        with read, around(), self.guarded():
+        with self._memory.watching() if reads_bytes else nullcontext(), self.guarded():
             yield
 
     def warm_up(self, plan: Plan) -> Generator[Step, None, None]:
@@ -113,12 +107,10 @@ class PlanInForce:
         if plan.policy.offloads:
             yield self.step(reads_bytes=False)
 
-    def one_step(
-        self, plan: Plan, *, reads_bytes: bool, around: Callable[[], Step] = nullcontext
-    ) -> Generator[Step, None, Plan]:
+    def one_step(self, plan: Plan, *, reads_bytes: bool) -> Generator[Step, None, Plan]:
         """Run one `step` under the plan; returns the plan that runs then, the next one down if this
         step ran short of memory."""
-        yield self.step(reads_bytes, around)
+        yield self.step(reads_bytes)
         return self._step_down(plan) if self.outcome == SHORT else plan
 
     def steps(self, plan: Plan) -> Generator[Step, None, None]:
