@@ -156,18 +156,15 @@ def blocks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, int]
     return dict(_Sites(model).named)
 
 
-def apply_at_construction(
-    policy: RecomputePolicy, module: torch.nn.Module, *, holder: str
-) -> AppliedPolicy:
+def apply_at_construction(policy: RecomputePolicy, module: torch.nn.Module, holder: str) -> None:
     """`apply` for a block just built; ranks compare policies later, before they first train it.
 
     A constructor must not wait for other ranks, because not every rank builds the same blocks.
     """
-    sites = _Sites(module)
-    sites.check(policy, new=True)
-    applied = sites.hold(policy, holder)
-    module.__dict__[HOLDER_KEY].compare_once(module)
-    return applied
+    apply(policy, module, holder=holder, groups=())
+    held = module.__dict__[HOLDER_KEY]
+    held.compared = module.register_forward_pre_hook(_compare_before_training)
+    held.hooks.append(held.compared)
 
 
 def in_force(model: torch.nn.Module | Sequence[torch.nn.Module]) -> AppliedPolicy | None:
@@ -468,11 +465,6 @@ class _Held:
         """Every layer with its choice."""
         layers = zip(self.layers, self.indices, strict=True)
         return [(layer, self.policy.layers[index]) for layer, index in layers]
-
-    def compare_once(self, owner: torch.nn.Module) -> None:
-        """Make ranks with collectives in the owner's layers compare policies before training it."""
-        self.compared = owner.register_forward_pre_hook(_compare_before_training)
-        self.hooks.append(self.compared)
 
     def _let_bias_leave(self, layer: torch.nn.Module) -> None:
         mlp = defects.bias_returned_by_mlp(layer)
