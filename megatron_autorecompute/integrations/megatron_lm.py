@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_autorecompute.block_names import DECODER, parts_of_field
+from megatron_autorecompute.block_names import DECODER, ENCODER, parts_of_field
 from megatron_autorecompute.errors import ApplyError, AutorecomputeError, MachineError
 from megatron_autorecompute.options import add_flags, from_flags
 from megatron_autorecompute.planner.cost.hybrid_pattern import check_flags
@@ -158,9 +158,15 @@ def _say_nothing_trained() -> None:
         print("recompute auto: no plan: this job came to no training step")
 
 
-def _has_two_blocks(args: Namespace) -> bool:
-    """Whether the script may build a LLaVAModel (pretrain_vlm.py, examples/multimodal) or T5."""
-    return hasattr(args, "freeze_ViT") or args.decoder_seq_length is not None
+def _may_have_tower(args: Namespace) -> bool:
+    """Whether the script builds a LLaVAModel: pretrain_vlm.py and examples/multimodal."""
+    return hasattr(args, "freeze_ViT")
+
+
+def _encoder_layers(args: Namespace) -> int:
+    """Layers of T5's encoder, from a flag that T5's script requires; 0 for other models."""
+    is_t5 = args.decoder_seq_length is not None and not _may_have_tower(args)
+    return int(args.encoder_num_layers) if is_t5 else 0
 
 
 def _checked(given: str, model_config: Any, args: Namespace) -> Any:
@@ -172,9 +178,12 @@ def _checked(given: str, model_config: Any, args: Namespace) -> Any:
     as_asked.recompute_policy = given
     config_field.refuse_contradiction(as_asked)
     said = config_field.without_file(given, model_config)
-    if _has_two_blocks(args) or set(parts_of_field(said) or ()) - {DECODER}:
+    encoder_layers = _encoder_layers(args)
+    named = set(parts_of_field(said) or ())
+    if _may_have_tower(args) or (not encoder_layers and named - {DECODER}):
         return said
-    policy = stage_layout.read_policy(said, model_config)
+    first = ENCODER if encoder_layers else ""
+    policy = stage_layout.read_policy(said, model_config, first, encoder_layers)
     rules.check_allowed(model_config, policy)
     return policy
 
@@ -218,7 +227,7 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
         yield
         return
     if policy != "auto":
-        if not _has_two_blocks(args):
+        if not (_encoder_layers(args) or _may_have_tower(args)):
             config_field.refuse_without_names(_shown(policy), model)
         apply(policy, model, holder=f"--recompute-policy {_shown(policy)!s:.80}")
         yield
