@@ -67,9 +67,3 @@ class VerificationError(AutorecomputeError):
     than `verify` allows."""
 
     exit_code = 10
-
-
-class LostStepsError(AutorecomputeError):
-    """Several training steps in a row ran out of memory, the last one under the leanest policy."""
-
-    exit_code = 13

@@ -45,51 +45,6 @@ def patched_environ(values: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-Replace = Callable[[Any, str, Callable[[Any], Any]], None]
-"""Takes an object, the name of a method, and a function from the old method to the new one."""
-
-
-class Temporary:
-    """A function that replaces another one, in an attribute of an object.
-
-    A deep copy or a pickle of the object has the original function there; if that is a method of
-    the object, it is bound to the copy.
-    """
-
-    def __init__(self, function: Callable[..., Any], instead: Callable[..., Any]) -> None:
-        self._function, self._instead = function, instead
-
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the function."""
-        return self._function(*args, **named)
-
-    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return _itself, (self._instead,)
-
-
-def _itself(instead: Any) -> Any:
-    return instead
-
-
-@contextmanager
-def replaced() -> Iterator[Replace]:
-    """Yields a function that replaces methods of single objects until the end of the block."""
-    before: list[tuple[dict[str, Any], str, Any]] = []
-
-    def replace(owner: Any, name: str, around: Callable[[Any], Any]) -> None:
-        original, own = getattr(owner, name), vars(owner)
-        before.append((own, name, own.get(name)))
-        own[name] = Temporary(around(original), original)
-
-    try:
-        yield replace
-    finally:
-        for own, name, held in reversed(before):
-            del own[name]
-            if held is not None:
-                own[name] = held
-
-
 class TemporaryHook:
     """A hook on a module. A copy of the module has a hook that removes itself when called.
 

@@ -43,7 +43,7 @@ from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.runtime.apply import apply
-from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
+from megatron_autorecompute.runtime.step_memory import is_out_of_memory
 
 EXAMPLE, GPU = "llama3-70b", "h100-80gb"
 TINY: dict[str, Any] = {

@@ -31,9 +31,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compare.comparison import Shape, check_length
 from megatron_autorecompute.compat import (
+    checkpoints,
     layer_modules,
     layer_specs,
-    lost_step,
     model_layers,
     rules,
     stage_layout,
@@ -227,7 +227,7 @@ class TrainingJob:
                 out_of_memory = True
             peak = memory.peak_bytes
         if out_of_memory:  # what the step held is freed here
-            lost_step.leave_interrupted_checkpoint(self.chunks)
+            checkpoints.leave_interrupted(self.chunks)
             if self.on_cuda:
                 torch.cuda.empty_cache()
         return peak if self.on_cuda else peak + self.static().total_bytes, out_of_memory

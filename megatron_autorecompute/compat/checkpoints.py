@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -144,3 +145,19 @@ def _of_all(states: Any) -> Iterator[Any]:
 def set_generator_states(states: Any) -> None:
     """Set what `generator_states` returned."""
     megatron_random._set_all_rng_states(*states)
+
+
+def leave_interrupted(chunks: Iterable[torch.nn.Module]) -> None:
+    """Clear what checkpoints leave behind when an exception ends a step before their backward.
+
+    Symptom: `is_checkpointing()` stays true; the graph of the step is never freed. Reference:
+    `CheckpointFunction.forward` in `tensor_parallel.random` sets the flag without `finally`; a
+    layer's last `CheckpointWithoutOutput` is an attribute of the layer, and keeps inputs and
+    outputs until its backward. Remove when neither is so.
+    """
+    if hasattr(megatron_random, "_unset_checkpointing"):
+        megatron_random._unset_checkpointing()
+    modules = (module for chunk in chunks for module in chunk.modules())
+    for value in itertools.chain.from_iterable(vars(module).values() for module in modules):
+        if isinstance(value, megatron_random.CheckpointWithoutOutput):
+            value.run_function = value.ctx = value.outputs = None

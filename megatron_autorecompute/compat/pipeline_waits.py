@@ -69,8 +69,6 @@ class _Step:
     backwards: int = 0
     lost: bool = False
     """Whether something failed in it: nothing of it begins early any more."""
-    short: str | None = None
-    """What an out-of-memory error said in something begun early; the next backward raises it."""
     waiting: collections.defaultdict[int, collections.deque[list[Begin]]] = field(
         default_factory=lambda: collections.defaultdict(collections.deque)
     )
@@ -172,8 +170,6 @@ class _Watch:
 
     def _backward_step(self, original: Function, *args: Any, **kwargs: Any) -> Any:
         step = self._step
-        if step.short is not None:
-            raise torch.OutOfMemoryError(step.short)
         chunk = step.chunk_of_backward(step.backwards)
         if chunk is not None:
             step.waiting[chunk].popleft().clear()
@@ -199,15 +195,9 @@ class _Watch:
         is_last_stage, waits = self._posting
 
         def begin() -> None:
-            step = self._step
-            early = step.next_backward(is_last_stage)
-            try:
-                while early:
-                    early.pop()()  # the last layer's first, as backward needs them
-            except torch.OutOfMemoryError as error:
-                # Whoever goes on after one expects it in a forward or a backward.
-                step.short = str(error)
-                early.clear()
+            early = self._step.next_backward(is_last_stage)
+            while early:
+                early.pop()()  # the last layer's first, as backward needs them
 
         if isinstance(found, list):
             return [_Request(each, begin) for each in found]

@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import copy
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.block_names import Blocks, parts_of_field
-from megatron_autorecompute.errors import ApplyError, OptionError, PolicyError
+from megatron_autorecompute.errors import ApplyError, OptionError
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
 from megatron_autorecompute.planner import launch_lines
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
     as_field,
@@ -144,7 +143,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
             recompute fields are set as well.
         OptionError: `auto` together with settings that it cannot measure.
     """
-    from megatron_autorecompute.compat import stage_layout
+    from megatron_autorecompute.compat import rules, stage_layout
     from megatron_autorecompute.runtime import config_field
 
     config = _core_config(cfg.model)
@@ -160,8 +159,10 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
         setattr(config, POLICY_FIELD, dict(parts_of_field(value) or {}))
         return None
     policy = stage_layout.read_policy(value, config)
-    for choice in dict.fromkeys(policy.layers):
-        _ask_bridge(cfg, choice)
+    if getattr(cfg.comm_overlap, "overlap_moe_expert_parallel_comm", False):
+        as_trained = copy.copy(config)
+        as_trained.overlap_moe_expert_parallel_comm = True  # as Bridge does when it trains
+        rules.check_allowed(as_trained, policy)
     fields = _lasting_fields(policy, cfg)
     for name, value in (fields or {}).items():
         setattr(config, name, value)
@@ -171,36 +172,6 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
 
 def _lasting_fields(policy: RecomputePolicy, cfg: Any) -> dict[str, Any] | None:
     return None if cfg.peft is not None else fields_of_policy(policy, cfg.model)
-
-
-def _ask_bridge(cfg: Any, choice: LayerPolicy) -> None:
-    """Check a choice against Bridge's own rules (CommOverlapConfig), which read Megatron's fields.
-
-    Raises:
-        PolicyError: with Bridge's reason, if Bridge accepts the same config without recompute.
-    """
-    reason = _overlap_refusal(cfg, choice)
-    if reason is not None and _overlap_refusal(cfg, LayerPolicy()) is None:
-        raise PolicyError(f"Megatron Bridge refuses {choice} with this comm_overlap: {reason}")
-
-
-def _overlap_refusal(cfg: Any, choice: LayerPolicy) -> str | None:
-    if cfg.comm_overlap is None:
-        return None
-    trial = copy.copy(_core_config(cfg.model))
-    for name, value in megatron_fields.of_choice(choice).items():
-        setattr(trial, name, value)
-    overlap = copy.copy(cfg.comm_overlap)
-    overlap.data_parallel_size = overlap.data_parallel_size or 1  # known once ranks have met
-    overlap.finalize()
-    overlap.user_comm_overlap_cfg = copy.copy(overlap.user_comm_overlap_cfg)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Bridge says the same again for the real config
-            overlap.setup(trial, copy.copy(cfg.optimizer), copy.copy(cfg.ddp))
-    except (AssertionError, ValueError) as error:
-        return str(error) or type(error).__name__
-    return None
 
 
 def policy_hook(value: Any, in_fields: bool = False) -> Callable[[list[Any]], list[Any]]:

@@ -226,7 +226,6 @@ def _tuning(model: Sequence[Any], optimizer: Any) -> Iterator[None]:
     if policy is None:
         yield
         return
-    _check_blocks(model, policy)
     if policy != "auto":
         if not (_encoder_layers(args) or _may_have_tower(args)):
             config_field.refuse_without_names(_shown(policy), model)
@@ -279,18 +278,6 @@ def _given(args: Namespace) -> str:
 
 def _shown(policy: Any) -> Any:
     return policy.format() if isinstance(policy, RecomputePolicy) else policy
-
-
-def _check_blocks(model: Sequence[Any], policy: Any) -> None:
-    from megatron_autorecompute.compat import model_layers, versions
-
-    types = model_layers.constructed_types()
-    if not any(isinstance(module, types) for chunk in model for module in chunk.modules()):
-        raise ApplyError(
-            f"--recompute-policy {_shown(policy)!s:.80} was given, but no part of this model can "
-            f"run a policy: with megatron-core {versions.installed()} a policy applies to "
-            f"{', '.join(one.__name__ for one in types)}. Leave the flag out for this model."
-        )
 
 
 def _attached(model: Sequence[Any], optimizer: Any, args: Namespace) -> Auto:

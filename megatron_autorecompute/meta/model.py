@@ -49,7 +49,7 @@ from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import LayerKind
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
-from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
+from megatron_autorecompute.runtime.step_memory import is_out_of_memory
 
 MAX_CHOICES = 96
 """Choices tried per kind of layer; MLA with MoE has 83."""

@@ -49,8 +49,8 @@ from megatron_autorecompute.runtime.fingerprint import kernels
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import ModelShard, alone
-from megatron_autorecompute.runtime.oom_guard import is_out_of_memory
 from megatron_autorecompute.runtime.probe import CudaBytes, Memory
+from megatron_autorecompute.runtime.step_memory import is_out_of_memory
 
 
 def profile_on_device(

@@ -1,21 +1,19 @@
 """Runs a policy: Megatron's own checkpointed forward, for one run of equal layers at a time.
 
 Megatron's forward is not rewritten here. A block whose policy has full layers takes Megatron's
-full-recompute branch. There, each run of layers is passed to Megatron's own function with a view of
-the block, which shows only these layers and the method to use on them. Selective modules are set
+full-recompute branch. There, each run of layers is passed to Megatron's own function with a copy of
+the block, which has only these layers and the method to use on them. Selective modules are set
 through the attributes that Megatron itself reads (see `compat`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import TracebackType
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +23,6 @@ from megatron_autorecompute.compat import (
     defects,
     layer_kinds,
     layer_modules,
-    layer_parts,
     model_layers,
     offload_modules,
     parallel,
@@ -49,50 +46,11 @@ HOLDER_KEY = "_autorecompute_holder"
 """Attribute in which a block, or a multi-token-prediction depth, keeps its policy in force."""
 
 
-def live_view(original: Any, shown: dict[str, Any]) -> Any:
-    """An object that shares all state with `original`, now and later, except `shown` attributes.
-
-    A deep copy or a pickle of it is again a view, of the copied `original`. copy.copy and
-    dataclasses.replace give a plain object of the original's class.
-    """
-    kind: type = type(original)
-    view: Any = object.__new__(_view_type(kind, tuple(shown)))
-    object.__setattr__(view, "__dict__", original.__dict__)
-    object.__setattr__(view, "_viewed", original)
-    for name, value in shown.items():
-        object.__setattr__(view, name, value)
-    return view
-
-
-@functools.cache
-def _view_type(kind: type, names: tuple[str, ...]) -> type:
-    """A class whose objects have their own `names`: slots take precedence over `__dict__`."""
-
-    def shown(self: Any) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in names}
-
-    def set_attribute(self: Any, name: str, value: Any) -> None:
-        if name in names:
-            raise AttributeError(f"{name} is set by the recompute policy in force: switch() it.")
-        setattr(self._viewed, name, value)
-
-    def plain_copy(self: Any) -> Any:
-        copied = copy.copy(self._viewed)
-        for name, value in shown(self).items():
-            setattr(copied, name, value)
-        return copied
-
-    body = {
-        "__slots__": ("_viewed", *names),
-        "__module__": kind.__module__,
-        "__class__": property(lambda _: kind),
-        "__setattr__": set_attribute,
-        # For a class with its own slots: these are empty in the view.
-        "__getattr__": lambda self, name: getattr(object.__getattribute__(self, "_viewed"), name),
-        "__copy__": plain_copy,
-        "__reduce_ex__": lambda self, _: (live_view, (self._viewed, shown(self))),
-    }
-    return type(kind.__name__, (kind,), body)
+def _copied(original: Any, **other: Any) -> Any:
+    """A shallow copy of a block or a config, with other values of some attributes."""
+    copied: Any = object.__new__(type(original))  # a fraction of the calls of copy.copy
+    vars(copied).update(vars(original), **other)
+    return copied
 
 
 class AppliedPolicy:
@@ -113,29 +71,23 @@ class AppliedPolicy:
         """The policy in force; after `undo`, the last one."""
         return self._held[0][1].policy
 
-    def switch(self, policy: Given, *, warm_up: bool = True) -> None:
-        """Run `policy` from the next step on; call it between steps, on all ranks of a stage.
+    def switch(self, policy: Given) -> None:
+        """Run `policy` from the next step on; call it between steps, on all ranks of a stage. If it
+        offloads, that step is Megatron's warm-up, in which all groups leave.
 
-        Args:
-            policy: as `apply` takes it.
-            warm_up: if it offloads, the next step is Megatron's warm-up, in which all groups
-                leave. False: Megatron goes on with the groups that it learnt in the last warm-up
-                and that the policy offloads, for steps of as many microbatches as that one had.
+        policy: as `apply` takes it.
 
         Raises:
             PolicyError: the model cannot run it; the policy in force stays.
-            ApplyError: already undone, the ranks of this stage were given different policies, or
-                without a warm-up Megatron does not know all groups; the policy in force stays.
+            ApplyError: already undone, or the ranks of this stage were given different policies;
+                the policy in force stays.
         """
         if not all(owner.__dict__.get(HOLDER_KEY) is held for owner, held in self._held):
             raise ApplyError("This policy was undone; apply the new one with apply(policy, model).")
         agreed = agree_on(functools.partial(self._sites.checked, policy), self._sites.groups)
         before = self.policy
         try:
-            if warm_up or not agreed.offloads:
-                self._set(agreed)
-            else:
-                self._set_with_known_groups(agreed)
+            self._set(agreed)
         except BaseException:
             self._set(before)
             raise
@@ -144,14 +96,6 @@ class AppliedPolicy:
         for owner, held in self._held:
             held.clear(owner)
             held.set(owner, policy)
-
-    def _set_with_known_groups(self, policy: RecomputePolicy) -> None:
-        manager, before = offload_modules.learnt(), self._switches()
-        self._set(policy)
-        offload_modules.switch_groups(manager, before, self._switches())
-
-    def _switches(self) -> offload_modules.Switches:
-        return offload_modules.switches((owner, held.layers) for owner, held in self._held)
 
     def host_memory(self) -> HostMemory:
         """Host memory that the policy's offload uses on this rank."""
@@ -167,12 +111,7 @@ class AppliedPolicy:
     def __enter__(self) -> AppliedPolicy:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
 
@@ -217,18 +156,15 @@ def blocks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, int]
     return dict(_Sites(model).named)
 
 
-def apply_at_construction(
-    policy: RecomputePolicy, module: torch.nn.Module, *, holder: str
-) -> AppliedPolicy:
+def apply_at_construction(policy: RecomputePolicy, module: torch.nn.Module, holder: str) -> None:
     """`apply` for a block just built; ranks compare policies later, before they first train it.
 
     A constructor must not wait for other ranks, because not every rank builds the same blocks.
     """
-    sites = _Sites(module)
-    sites.check(policy, new=True)
-    applied = sites.hold(policy, holder)
-    module.__dict__[HOLDER_KEY].compare_once(module)
-    return applied
+    apply(policy, module, holder=holder, groups=())
+    held = module.__dict__[HOLDER_KEY]
+    held.compared = module.register_forward_pre_hook(_compare_before_training)
+    held.hooks.append(held.compared)
 
 
 def in_force(model: torch.nn.Module | Sequence[torch.nn.Module]) -> AppliedPolicy | None:
@@ -275,7 +211,10 @@ class _Sites:
         self.owners = [s.block for s in self.blocks] + [s.mtp for s in self.mtps]
         self.indices = [s.layers for s in self.blocks] + [s.indices for s in self.mtps]
         if not self.owners:
-            raise PolicyError("No TransformerBlock in this model: there is nothing to recompute.")
+            raise PolicyError(
+                "No TransformerBlock in this model: there is nothing to recompute. Leave the "
+                "policy out."
+            )
         held = [owner.__dict__.get(HOLDER_KEY, owner) for owner in self.owners]
         self.configs = list({id(each.config): each.config for each in held}.values())
 
@@ -330,7 +269,6 @@ class _Sites:
             rules.check_layers(config, self._layers_of(config, policy))
         rules.check_compiler(policy)
         offload_modules.check_can_run(policy)
-        self._check_families(policy)
         self._check_features(policy)
         self._check_parts(policy)
         for site in self.blocks:
@@ -354,30 +292,6 @@ class _Sites:
                     "as a feature (deepstack_visual_indexes): its checkpoint gives features no "
                     "gradient. Write none or selective there."
                 )
-
-    def _check_families(self, policy: RecomputePolicy) -> None:
-        """Refuse modules of another family than a hybrid model's layer, which would do nothing.
-
-        One choice for all layers is Megatron's own recompute_modules, and allowed.
-        """
-        if self.pattern is None or len(set(policy.layers)) == 1:
-            return
-        for site in self.blocks:
-            for layer, index in zip(site.block.layers, site.layers, strict=True):
-                if index < self.encoder_layers:  # a tower's, which the pattern does not describe
-                    continue
-                asked = policy.layers[index].modules
-                has = [m for m in layer_modules.names() if layer_modules.flags(layer, m)]
-                has += layer_parts.modules(layer)
-                if asked and not set(asked) & set(has):
-                    symbol = self.pattern.symbols[index - self.encoder_layers]
-                    kind = layer_kinds.name(layer)
-                    raise PolicyError(
-                        f"{policy.layers[index]} on layer {index}, {symbol!r} in "
-                        f"{str(self.pattern)!r:.80} ({kind}): Megatron has "
-                        f"{', '.join(has) or 'no modules to recompute'} there. Write none"
-                        f"{', full or one of these' if has else ' or full'}."
-                    )
 
     def _check_parts(self, policy: RecomputePolicy) -> None:
         """Refuse what a layer cannot keep or recompute by itself; say what does nothing."""
@@ -482,6 +396,10 @@ class _Held:
             self.set_layer(layer, choice)
             if not policy.offloads:  # whose hooks are on all that a checkpoint saves
                 self.parts += layer_checkpoints.put(layer, choice, index in ends)
+            # What is inside a layer starts in backward only if the layer's input requires grad.
+            if choice.modules or choice.inner or choice.offload:
+                hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
+                self.hooks.append(hook)
             for one in model_layers.nested_layers(layer):
                 if "core_attn" in choice.offload:
                     self.hooks += offload_modules.keep_apart(one)
@@ -506,8 +424,13 @@ class _Held:
     def set_full(self, owner: torch.nn.Module) -> None:
         """Make the owner take Megatron's full-recompute branch if the policy has full layers."""
         ((layer, choice),) = self.choices()
-        if _works_inside(choice):
-            self.require_gradient()
+        self.set_depth(owner, layer, choice)
+        if owner.config is not self.config or choice.inner:
+            self.hooks.append(owner.register_forward_pre_hook(self._begin))
+
+    def _begin(self, owner: torch.nn.Module, _: Any) -> None:
+        """Before a depth's forward: its config, as it is now."""
+        ((layer, choice),) = self.choices()
         self.set_depth(owner, layer, choice)
 
     def set_depth(self, owner: torch.nn.Module, layer: Layer, choice: LayerPolicy) -> None:
@@ -543,18 +466,6 @@ class _Held:
         layers = zip(self.layers, self.indices, strict=True)
         return [(layer, self.policy.layers[index]) for layer, index in layers]
 
-    def compare_once(self, owner: torch.nn.Module) -> None:
-        """Make ranks with collectives in the owner's layers compare policies before training it."""
-        self.compared = owner.register_forward_pre_hook(_compare_before_training)
-        self.hooks.append(self.compared)
-
-    def require_gradient(self) -> None:
-        """Make inputs of layers with selective modules require grad; see `_require_gradient`."""
-        for layer, choice in self.choices():
-            if _works_inside(choice):
-                hook = layer.register_forward_pre_hook(_require_gradient, with_kwargs=True)
-                self.hooks.append(hook)
-
     def _let_bias_leave(self, layer: torch.nn.Module) -> None:
         mlp = defects.bias_returned_by_mlp(layer)
         if mlp is not None:
@@ -582,7 +493,6 @@ class _HeldDepths(_Held):
     """How many depths did in that backward: the last ones, each after those that it feeds."""
 
     def set_full(self, owner: torch.nn.Module) -> None:
-        self.require_gradient()
         self._rest(owner)
         if any(choice.granularity == "full" and choice.inner for _, choice in self.choices()):
             stack = self.layers[0]
@@ -625,7 +535,7 @@ class _HeldDepths(_Held):
 class _HeldBlock(_Held):
     """A policy in force on one block."""
 
-    segments: Sequence[_Segment] = ()
+    runs: Sequence[Run] = ()
     """What its checkpointed forward runs, one after the other."""
     ran: bool = False
     """Whether this forward did."""
@@ -638,24 +548,26 @@ class _HeldBlock(_Held):
         return frozenset(ends)
 
     def set_full(self, owner: torch.nn.Module) -> None:
-        if any(_works_inside(choice) for _, choice in self.choices()):
-            self.watch = owner.register_forward_pre_hook(_look_at_input, with_kwargs=True)
-            self.hooks.append(self.watch)
         runs: Sequence[Run] = self.policy.chunk_runs(self.indices)
         if any(run.policy.granularity == "full" for run in runs):
             if any(map(layer_kinds.attends_to_context, self.layers)):
                 runs = _layer_by_layer(runs)
-            self.segments = tuple(_segment(self.config, run) for run in _without_modules(runs))
-            owner.config = _full_config(self.config)
-            seam.redirect(owner, seam.Runner(_run_by_segments, self))
+            self.runs = _without_modules(runs)
+            self.hooks.append(owner.register_forward_pre_hook(_take_full_branch))
+            seam.redirect(owner, _run_by_segments)
             self.ran = False
-            if any(segment.run.policy.ahead for segment in self.segments):
+            if any(run.policy.ahead for run in self.runs):
                 self.parts.append(EarlyBegin())
             self.hooks.append(owner.register_forward_hook(_check_that_it_ran, always_call=True))
 
     def clear(self, owner: torch.nn.Module) -> None:
         seam.restore(owner)
         super().clear(owner)
+
+
+def _take_full_branch(block: torch.nn.Module, _: Any) -> None:
+    """Before a block's forward: its config, as it is now, with full recompute."""
+    block.config = _full_config(block.__dict__[HOLDER_KEY].config)
 
 
 def _check_that_it_ran(block: torch.nn.Module, _: Any, output: Any) -> None:
@@ -666,6 +578,7 @@ def _check_that_it_ran(block: torch.nn.Module, _: Any, output: Any) -> None:
         ApplyError: it did not, because somebody else replaced Megatron's checkpointed forward.
     """
     held = block.__dict__[HOLDER_KEY]
+    block.config = held.config
     ran, held.ran = held.ran, False
     if output is not None and block.training and torch.is_grad_enabled() and not ran:
         raise ApplyError(
@@ -674,24 +587,6 @@ def _check_that_it_ran(block: torch.nn.Module, _: Any, output: Any) -> None:
             "after the policy was applied, and would recompute every layer. Apply the policy "
             "after that, or choose one without full layers."
         )
-
-
-def _works_inside(choice: LayerPolicy) -> bool:
-    """Whether the choice has checkpoints or copies inside the layer, which start in backward only
-    if their input requires grad."""
-    return bool(choice.modules or choice.inner or choice.offload)
-
-
-def _look_at_input(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check a block's input: if it requires grad, so do its layers' inputs, which need no check.
-
-    Checked in every forward, because parameters may be frozen after a policy is in force.
-    """
-    hidden_states = kwargs.get("hidden_states", args[0] if args else None)
-    if torch.is_grad_enabled() and not getattr(hidden_states, "requires_grad", True):
-        held = block.__dict__[HOLDER_KEY]
-        held.watch.remove()
-        held.require_gradient()
 
 
 def _compare_before_training(block: torch.nn.Module, _: Any) -> None:
@@ -778,68 +673,38 @@ def _detach_after_backward(
 
 
 def _full_config(config: Any, method: str = "uniform", num_layers: int = 1) -> Any:
-    return live_view(
+    return _copied(
         config,
-        {
-            "recompute_granularity": "full",
-            "recompute_method": method,
-            "recompute_num_layers": num_layers,
-        },
+        recompute_granularity="full",
+        recompute_method=method,
+        recompute_num_layers=num_layers,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """A run of layers of one block, and the config that Megatron's checkpointed forward sees."""
-
-    run: Run
-    config: Any
-    """A view of the block's config, with the method for these layers."""
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether the layers are in checkpoints."""
-        return self.run.policy.granularity == "full"
-
-
-def _segment(config: Any, run: Run) -> _Segment:
-    # `block` with 0 layers is Megatron's path without checkpoints.
-    full = run.policy.granularity == "full"
-    how = ("uniform", run.policy.group) if full else ("block", 0)
-    return _Segment(run, _full_config(config, *how))
 
 
 def _behind_frozen(
     block: Block, held: _HeldBlock, hidden_states: torch.Tensor, context: Any
-) -> Sequence[_Segment]:
-    """The segments of a block, the first ones without a checkpoint around layers whose parameters
-    are all frozen, if no input requires grad.
+) -> Sequence[Run]:
+    """The runs of a block, the first ones without a checkpoint around layers whose parameters are
+    all frozen, if no input requires grad.
 
     Nothing of such layers is saved, so a checkpoint saves nothing either; its input would be made
     to require grad, for other layers inside it, and be kept and run again for nothing.
     """
     if any(getattr(each, "requires_grad", False) for each in (hidden_states, context)):
-        return held.segments
+        return held.runs
     trains = [_trains(layer) for layer in block.layers]
     frozen = trains.index(True) if True in trains else len(trains)
-    cut: list[_Segment] = []
-    for segment in held.segments:
-        run, choice = segment.run, segment.run.policy
-        inside = min(max(0, frozen - run.start), run.count)
-        if not inside or not segment.recomputes:
-            cut.append(segment)
-            continue
-        rest = run.count - inside
-        begun = min(rest, -inside % choice.group)  # the rest of a group that is partly frozen
-        at = run.start
-        for count, own in (
-            (inside, NONE),
-            (begun, replace(choice, group=max(1, begun))),
-            (rest - begun, choice),
-        ):
-            cut += [_segment(held.config, Run(at, count, own))] if count else []
-            at += count
-    return cut
+    cut: list[Run] = []
+    for run in held.runs:
+        at, choice = run.start, run.policy
+        inside = min(max(0, frozen - at), run.count) if choice.granularity == "full" else 0
+        begun = min(run.count - inside, -inside % choice.group)  # of a group that is partly frozen
+        cut += [
+            Run(at, inside, NONE),
+            Run(at + inside, begun, replace(choice, group=max(1, begun))),
+            Run(at + inside + begun, run.count - inside - begun, choice),
+        ]
+    return [run for run in cut if run.count]
 
 
 def _trains(layer: torch.nn.Module) -> bool:
@@ -848,11 +713,11 @@ def _trains(layer: torch.nn.Module) -> bool:
 
 def _run_by_segments(
     block: Block,
-    held: _HeldBlock,
     hidden_states: torch.Tensor,
     **kwargs: Any,
 ) -> Any:
     """Megatron's checkpointed forward of a block, one run of equal layers after the other."""
+    held: _HeldBlock = block.__dict__[HOLDER_KEY]
     held.ran = True
     megatron_forward = seam.checkpointed_forward(block)
     features: list[torch.Tensor] = []
@@ -862,23 +727,24 @@ def _run_by_segments(
         stacked = defects.stacked_features(block, kwargs["deepstack_visual_embeds"])
         kwargs["deepstack_visual_embeds"] = stacked
     block_layers = list(block.layers)
-    for segment in _behind_frozen(block, held, hidden_states, kwargs.get("context")):
-        run = segment.run
+    for run in _behind_frozen(block, held, hidden_states, kwargs.get("context")):
         layers: Any = block_layers[run.start : run.start + run.count]
-        if segment.recomputes:
+        # `block` with 0 layers is Megatron's path without checkpoints.
+        how: tuple[str, int] = ("block", 0)
+        if run.policy.granularity == "full":
+            how = ("uniform", run.policy.group)
             hidden_states = _with_gradient(hidden_states, layers)
         elif defects.LayersWithPaddingMask.needed():
             layers = defects.LayersWithPaddingMask(layers, kwargs.get("padding_mask"))
         if "layer_offset" in kwargs:
             kwargs["layer_offset"] = offset + run.start
-        view = live_view(
+        view = _copied(
             block,
-            {
-                "config": segment.config,
-                "layers": layers,
-                "num_layers_per_pipeline_rank": run.count,
-            },
+            config=_full_config(held.config, *how),
+            layers=layers,
+            num_layers_per_pipeline_rank=run.count,
         )
+        seam.restore(view)
         with begin_early() if run.policy.ahead else contextlib.nullcontext():
             output = megatron_forward(view, hidden_states=hidden_states, **kwargs)
         # Since 0.17 it also returns the outputs of the layers in extract_layer_indices; a class

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +21,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_autorecompute.compat import model_layers, parallel, rules
-from megatron_autorecompute.errors import ApplyError, OptionError
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.megatron_fields import NO_RECOMPUTE
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.apply import HOLDER_KEY
@@ -32,9 +30,6 @@ from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.controller import Auto
 from megatron_autorecompute.runtime.job_facts import FixedCalls, JobFacts, Program
 from megatron_autorecompute.runtime.ranks import all_gather, is_first_rank
-
-ALONE_S = 30.0
-"""Seconds after which a rank says that it waits for others; it goes on waiting."""
 
 
 def attach(
@@ -78,18 +73,8 @@ def attach(
     Raises:
         OptionError: an argument is impossible, the config sets recompute of its own, or ranks were
             given different max_tokens. If one rank has the error, all ranks raise it.
-        ApplyError: other ranks did not call this before they ended or the process group's time
-            limit passed.
         AutorecomputeError: as `Auto`.
     """
-    choices = None if recompute_choices == AHEAD_CHOICES else recompute_choices
-    given = max_tokens, budget_gib, reserve_gib, plan_path, choices, allow_offload
-    if program is not None and any(each is not None for each in given):
-        raise OptionError(
-            "attach() was given a program, whose options have budget, reserve and plan path, and "
-            "one of max_tokens, budget_gib, reserve_gib, plan_path, recompute_choices and "
-            "allow_offload as well. Leave that out."
-        )
     num_microbatches: Callable[[], int] = get_num_microbatches
     with _on_all_ranks(max_tokens, plan_path, allow_offload):
         chunks = _chunks(model_chunks)
@@ -192,10 +177,8 @@ def _on_all_ranks(max_tokens: Any, plan_path: Any, allow_offload: Any) -> Iterat
         error = found
     offload = "" if allow_offload is None else f", allow_offload={allow_offload!r}"
     path = "no" if plan_path is None else "a"
-    with _noticed_alone():
-        ranks = all_gather(
-            (error and str(error), f"max_tokens={max_tokens!r} and {path} plan_path{offload}")
-        )
+    given = f"max_tokens={max_tokens!r} and {path} plan_path{offload}"
+    ranks = all_gather((error and str(error), given))
     if error is not None:
         raise error
     _, first = ranks[0]
@@ -207,28 +190,6 @@ def _on_all_ranks(max_tokens: Any, plan_path: Any, allow_offload: Any) -> Iterat
                 f"Ranks were given other arguments of attach(): rank 0 {first}, rank {rank} "
                 f"{given}. Give all of them the same max_tokens, and a path or none."
             )
-
-
-@contextmanager
-def _noticed_alone() -> Iterator[None]:
-    """Surrounds the first exchange between ranks, which waits for those that do not attach; then
-    this rank says so."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    alone = (
-        f"attach() on rank {rank} waits for ranks that have not called it. Call it on every rank "
-        "of the job, in the same order for several models"
-    )
-    notice = threading.Timer(
-        ALONE_S, print, [f"recompute auto: {alone}."], {"file": sys.stderr, "flush": True}
-    )
-    notice.daemon = True
-    notice.start()
-    try:
-        yield
-    except RuntimeError as error:
-        raise ApplyError(f"{alone}. Waiting ended: {error}") from error
-    finally:
-        notice.cancel()
 
 
 def _parallelism(config: Any, program: Program) -> Parallelism:

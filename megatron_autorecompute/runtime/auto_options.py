@@ -75,8 +75,7 @@ class AutoOptions:
     )
     recompute_allow_offload: bool = option(
         False,
-        "also measure and plan Megatron's fine-grained activation offloading; if copies do not "
-        "hide as predicted, a plan without offload replaces the plan",
+        "also measure and plan Megatron's fine-grained activation offloading",
     )
     recompute_run_on_cpu: bool = option(
         False,

@@ -83,8 +83,6 @@ class Calls:
         """Tokens of the longest microbatch so far, on any rank."""
         self.last = 0
         """Tokens of the longest microbatch of the last call, on any rank."""
-        self.most_routed = 0
-        """Rows that the experts of a rank got in some layer of the last call, the most."""
         self.longest = 0
         """Tokens of the longest microbatch of this call, if every rank said lengths."""
         self.missed_bytes: tuple[int, ...] = ()
@@ -93,9 +91,6 @@ class Calls:
         """By stage: how much less memory there is now than when it was measured."""
         self.shape = CallShape(max_tokens or 0, 0, most_microbatches)
         """The shape of the plan for this call."""
-        self.said_too_little = False
-        """Whether some call had a longer microbatch than was said; from then on what is said does
-        not count."""
 
     def num_microbatches(self) -> int:
         """The number of microbatches of the plan for the next call."""
@@ -121,7 +116,6 @@ class Calls:
         num_microbatches: int | None,
         outcome: int,
         seen: int = 0,
-        routed: int = 0,
         missed_bytes: Sequence[int] = (),
         short_bytes: Sequence[int] = (),
     ) -> int:
@@ -131,7 +125,6 @@ class Calls:
             num_microbatches: how many this rank's next call has; None if it is not known.
             outcome: the outcome of the last call on this rank.
             seen: tokens of the longest microbatch of the last call on this rank.
-            routed: the most rows that this rank's experts got in a layer of it.
             missed_bytes: by stage, 0 for all but this rank's.
             short_bytes: likewise, how much less memory there is than when it was measured.
 
@@ -144,14 +137,13 @@ class Calls:
             whole(num_microbatches) is None or len(said) not in (0, num_microbatches)
         )
         mine = self._most if wrong else whole(num_microbatches) or len(said) or self._most
-        longest, total, found, worst, unsaid, seen, routed, failed, *missed = all_reduce_max(
+        longest, total, found, worst, unsaid, seen, failed, *missed = all_reduce_max(
             max(said, default=0),
             sum(said),
             mine,
             outcome,
             not said,
             seen,
-            routed,
             wrong,
             *missed_bytes,
             *short_bytes,
@@ -162,9 +154,8 @@ class Calls:
                 f"{len(said) or 'none'}, do not go together on this rank, or the like on another. "
                 "A call has one microbatch or more; say the length of each, or of none."
             )
-        stages, self.last, self.most_routed = len(missed_bytes), seen, routed
+        stages, self.last = len(missed_bytes), seen
         self.missed_bytes, self.short_bytes = tuple(missed[:stages]), tuple(missed[stages:])
-        self.said_too_little |= self.is_said and self.last > self.longest
         self.seen = max(self.seen, self.last)
         self.is_said, self.longest = not unsaid, longest
         self._plan_for(found, total)
@@ -181,7 +172,7 @@ class Calls:
 
     def _tokens(self) -> int:
         """Tokens of the microbatch that the plan for this call is for."""
-        if self.is_said and not self.said_too_little:
+        if self.is_said:
             cap = self.max_tokens or self.seen or self.longest
             return bucket(self.longest, cap)
         if self.max_tokens is not None:
@@ -224,11 +215,6 @@ class SeenTokens:
         for layer, index in {id(layer): (layer, index) for layer, index in layers}.values():
             for experts in layer_kinds.experts(layer):
                 self._before(experts, partial(self._see_routed, index))
-
-    @property
-    def most_routed(self) -> int:
-        """The most rows in `routed`, in any microbatch and layer."""
-        return max((rows for one in self.routed for rows in one.values()), default=0)
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -34,19 +34,6 @@ from megatron_autorecompute.policy import GRAMMAR, RecomputePolicy
 from megatron_autorecompute.runtime.apply import HOLDER_KEY, apply_at_construction, blocks
 
 _HELP = f"What every layer recomputes: auto measures and solves; otherwise {GRAMMAR}."
-_GENERATED = (
-    "__init__",
-    "__repr__",
-    "__eq__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__hash__",
-    "__match_args__",
-    "__doc__",
-)
-"""Attributes that `@dataclass` makes from the fields, unless the class defines them itself."""
 _LAYER_SIZES = (
     "hidden_size",
     "ffn_hidden_size",
@@ -64,7 +51,8 @@ _installed = ExitStack()
 
 
 def install() -> None:
-    """Add the field to TransformerConfig and every subclass, and make blocks honour it.
+    """Add the field to TransformerConfig and every subclass, and make blocks honour it. What repr()
+    and == of a class say that was made before does not contain it.
 
     Call it before importing packages that subclass TransformerConfig at import (Megatron Bridge).
     A second call changes nothing; `uninstall()` restores the classes exactly.
@@ -76,9 +64,7 @@ def install() -> None:
     if has_field():  # already installed, or in the sources by our patch
         return
     try:
-        _add_field(TransformerConfig)
-        for subclass in _subclasses(TransformerConfig):
-            _remake(subclass)
+        _add_field()
         _wrap(TransformerConfig, "__post_init__", checked_post_init)
         for block_type in model_layers.constructed_types():
             _wrap(block_type, "__init__", applying_init)
@@ -178,68 +164,38 @@ def _set(owner: type, name: str, value: Any) -> None:
     _installed.enter_context(patched(owner, name, value))
 
 
-def _add_field(cls: type) -> None:
+def _add_field() -> None:
     # ArgumentGroupFactory takes the type before None; in another order it warns.
     kind = str | None | list[str] | dict[str, Any]
     # ArgumentGroupFactory (megatron.training since 0.17) makes the flag from this metadata.
     flag = {"arg_names": ["--recompute-policy"], "type": str, "default": None, "help": _HELP}
-    added = dataclasses.field(default=None, metadata={"argparse_meta": flag})
-    only = dataclasses.make_dataclass("_Only", [(POLICY_FIELD, kind, added)])
-    _set(cls, "__annotations__", {**inspect.get_annotations(cls), POLICY_FIELD: kind})
-    _set(cls, POLICY_FIELD, None)
-    _give_fields(cls, {**_fields(cls), **_fields(only)})
+    added = dataclasses.field(default=None, kw_only=True, metadata={"argparse_meta": flag})
+    only: Any = dataclasses.make_dataclass("_Only", [(POLICY_FIELD, kind, added)])
+    own = inspect.get_annotations(TransformerConfig)
+    _set(TransformerConfig, "__annotations__", {**own, POLICY_FIELD: kind})
+    _set(TransformerConfig, POLICY_FIELD, None)
+    for cls in (TransformerConfig, *_subclasses(TransformerConfig)):
+        if "__dataclass_fields__" in vars(cls):
+            fields = {**cls.__dataclass_fields__, **only.__dataclass_fields__}
+            _set(cls, "__dataclass_fields__", fields)
+        if "__init__" in vars(cls):
+            _wrap(cls, "__init__", taking_policy)
 
 
-def _remake(cls: type) -> None:
-    """Give a dataclass the fields that its bases have now, in the order `@dataclass` would."""
-    if "__dataclass_fields__" not in cls.__dict__:
-        return
-    now: dict[str, Any] = {}
-    for base in reversed(cls.__mro__[1:]):
-        now.update(getattr(base, "__dataclass_fields__", {}))
-    own = {name: field for name, field in _fields(cls).items() if field is not now.get(name)}
-    _give_fields(cls, now | own)
+def taking_policy(original: Callable[..., None]) -> Callable[..., None]:
+    """`__init__` of a config class that was made without the field, and takes it by name."""
 
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        # An __init__ around this one may have taken it.
+        setattr(self, POLICY_FIELD, kwargs.pop(POLICY_FIELD, getattr(self, POLICY_FIELD)))
+        original(self, *args, **kwargs)
 
-def _fields(cls: Any) -> dict[str, Any]:
-    """All fields, InitVar and ClassVar pseudo-fields included."""
-    return cls.__dataclass_fields__
-
-
-def _give_fields(cls: type, fields: dict[str, Any]) -> None:
-    """Replace what `@dataclass` made from the old fields by what it makes from `fields`.
-
-    Methods that the class defines itself, that an option suppressed, or that somebody wrapped
-    differ from what `@dataclass` makes, and are left alone. So no option of the decorator has to be
-    known.
-    """
-    before, after = _made_of(_fields(cls), cls), _made_of(fields, cls)
-    _set(cls, "__dataclass_fields__", fields)
-    for name in _GENERATED:
-        made = name in before and name in cls.__dict__
-        if made and _code(cls.__dict__[name]) == _code(before[name]):
-            _set(cls, name, after[name])
-
-
-def _made_of(fields: dict[str, Any], cls: type) -> dict[str, Any]:
-    """Everything that `@dataclass` can make from fields, for a class with the name of `cls`."""
-    inherited = {
-        "__dataclass_fields__": fields,
-        "__dataclass_params__": cls.__dict__["__dataclass_params__"],
-    }
-    if hasattr(cls, "__post_init__"):
-        inherited["__post_init__"] = None
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    made = type(cls.__name__, (type("_Fields", (), inherited),), names)
-    # With slots, __init__ also sets fields that have a default and are not arguments.
-    options = {"slots": "__slots__" in cls.__dict__, "order": "__lt__" in cls.__dict__}
-    return dict(vars(dataclasses.dataclass(made, unsafe_hash=True, **options)))
-
-
-def _code(made: Any) -> tuple[Any, Any]:
-    """A key that is equal for functions of equal source, and for equal values; unwraps __repr__."""
-    inner = getattr(made, "__wrapped__", None)
-    return getattr(made, "__code__", made), getattr(inner, "__code__", inner)
+    signature = inspect.signature(original)
+    named = inspect.Parameter(POLICY_FIELD, inspect.Parameter.KEYWORD_ONLY, default=None)
+    parameters = sorted([*signature.parameters.values(), named], key=lambda each: each.kind)
+    made: Any = __init__
+    made.__signature__ = signature.replace(parameters=parameters)
+    return __init__
 
 
 def _wrap(owner: type, name: str, around: Callable[[Any], Any]) -> None:

@@ -40,9 +40,9 @@ from megatron_autorecompute.runtime.fingerprint import fingerprint
 from megatron_autorecompute.runtime.job_facts import JobFacts
 from megatron_autorecompute.runtime.measuring import SETTLING_STEPS, Measuring, Steps
 from megatron_autorecompute.runtime.model_shard import ModelShard, choices, megatrons
-from megatron_autorecompute.runtime.oom_guard import RAISED, Step
-from megatron_autorecompute.runtime.plan_in_force import PlanInForce, climb, that_hides
+from megatron_autorecompute.runtime.plan_in_force import PlanInForce, Step, climb
 from megatron_autorecompute.runtime.plan_store import PlanStore
+from megatron_autorecompute.runtime.ranks import all_reduce_max
 from megatron_autorecompute.runtime.reporting import report, tell
 from megatron_autorecompute.runtime.step_memory import StepMemory
 from megatron_autorecompute.units import gib
@@ -79,7 +79,7 @@ class Auto:
         refuse_beyond_device(options)
         self.shard = self._shard(chunks)
         varies = job.calls is not None
-        self.memory = StepMemory(self.shard.chunks, optimizer, job.without_cuda, resets=varies)
+        self.memory = StepMemory(self.shard.chunks, optimizer, job.without_cuda)
         self.decisions = Decisions(self.shard, self.memory, options, job)
         self.fingerprint = self._fingerprint()
         self._store = PlanStore(options.recompute_plan_path, self.fingerprint, job.say)
@@ -94,7 +94,7 @@ class Auto:
 
     def _begin(self) -> None:
         self.applied.switch(self.decisions.leanest)
-        self._in_force = PlanInForce(self.decisions, self.optimizer, self.applied, self._store)
+        self._in_force = PlanInForce(self.decisions, self.applied, self._store)
         chunks = self.shard.chunks
         split = self.shard.config.tensor_model_parallel_size
         split = split if self.shard.config.sequence_parallel else 1
@@ -243,12 +243,8 @@ class Auto:
             self._agree(num_microbatches)
             with self._next_step(), self._seen.counting():
                 yield
-        except BaseException:
-            self._in_force.guard.own_outcome = RAISED
-            raise
         finally:
             self._inside = False
-        self._store.step_done()
 
     def _next_step(self) -> Step:
         if self._ended is not None:
@@ -263,7 +259,7 @@ class Auto:
             raise
 
     def _agree(self, num_microbatches: int | None) -> None:
-        guard, calls = self._in_force.guard, self.job.calls
+        in_force, calls = self._in_force, self.job.calls
         if calls is None:
             asked = self.job.num_microbatches()
             if num_microbatches not in (None, asked):
@@ -271,23 +267,15 @@ class Auto:
                     f"This call has {num_microbatches} microbatches, and every call of this job "
                     f"was said to have {asked}."
                 )
+            (in_force.outcome,) = all_reduce_max(in_force.own_outcome)
             return
-        lied = calls.said_too_little
-        missed, short = self._in_force.missed_bytes(), self._in_force.short_bytes()
-        guard.outcome = calls.agree(
+        in_force.outcome = calls.agree(
             num_microbatches,
-            guard.own_outcome,
+            in_force.own_outcome,
             self._seen.longest,
-            self._seen.most_routed,
-            missed,
-            short,
+            *in_force.missed_and_short_bytes(),
         )
         self._seen.forget()
-        if calls.said_too_little and not lied:
-            self.job.say(
-                f"recompute auto: a microbatch was longer than tokens() said; up to {calls.seen:,} "
-                "tokens were seen. From now on every plan is for the cap."
-            )
 
     def close(self) -> None:
         """Stop, and give the model back as it was; a second call does nothing.
@@ -357,8 +345,7 @@ class Auto:
         if self.plan is None:
             return f"recompute auto: measuring, {self.steps} steps done"
         own = f"rank's last peak {gib(self.peak_bytes)} GiB on stage {self.shard.stage}"
-        told = f"{report(self.plan, self.decisions, None)}; this {own}\n{self._in_force.saving()}"
-        return told.rstrip()
+        return f"{report(self.plan, self.decisions, None)}; this {own}"
 
     @property
     def routed(self) -> tuple[Mapping[int, int], ...]:
@@ -392,11 +379,11 @@ class Auto:
     @property
     def steps(self) -> int:
         """How many training steps are done."""
-        return self._in_force.guard.steps
+        return self._in_force.num_steps
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes this rank allocated in the last measured step, or since its plan began."""
+        """The most bytes this rank allocated in the last step that was read."""
         return self.memory.peak_bytes
 
     # --- the course of a job ----------------------------------------------------------------------
@@ -409,15 +396,11 @@ class Auto:
             ended_before = self._store.ended_measuring()
             profile = yield from self._measuring.run(self.fingerprint, ended_before)
             plan = yield from climb(profile, self.decisions, self._in_force)
-            plan = yield from that_hides(plan, self.decisions, self._in_force)
             self._store.save(plan)
         elif not self.options.recompute_plan_only:
             self._in_force.run(plan, f"the plan in {self._store.path}")
             yield from self._in_force.warm_up(plan)
-            kept = yield from self._in_force.one_step(plan, reads_bytes=True)
-            plan = yield from that_hides(kept, self.decisions, self._in_force)
-            if plan is not kept:
-                self._store.save(plan)
+            plan = yield from self._in_force.one_step(plan, reads_bytes=True)
         tell(plan, self.decisions, self.steps)
         if self.options.recompute_plan_only:
             raise SystemExit(0)

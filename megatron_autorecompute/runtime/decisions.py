@@ -11,7 +11,6 @@ from typing import Any
 
 from megatron_autorecompute.compat import rules
 from megatron_autorecompute.errors import InfeasibleError
-from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.planner.cost.lengths import profile_at
 from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.plan import Plan, make_plan, plan_early_if_it_pays
@@ -25,19 +24,15 @@ from megatron_autorecompute.runtime.auto_options import (
     budget_reason,
 )
 from megatron_autorecompute.runtime.job_facts import JobFacts
-from megatron_autorecompute.runtime.lengths_seen import UNEVEN, Points, Varying
+from megatron_autorecompute.runtime.lengths_seen import Points, Varying
 from megatron_autorecompute.runtime.model_shard import ModelShard
-from megatron_autorecompute.runtime.oom_guard import FINE, NOTCHES
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.ranks import on_rank_0
 from megatron_autorecompute.runtime.step_memory import StepMemory, available_bytes
 from megatron_autorecompute.units import gib
 
-FRAGMENTED = 0.05
-"""A share of a device's memory. More than this between reserved and allocated is worth a warning.
-"""
-NOTICED = 0.001
-"""Share of a stage's static bytes; if others hold less than this more, no new plan is made."""
+NOTCHES = 16
+"""Steps from a stage's plan down to its leanest policy."""
 
 
 class Decisions:
@@ -116,7 +111,6 @@ class Decisions:
         if plan is None:
             return None
         budgets = self.budgets(plan.profile)
-        profile, more_bytes = self._with_others_of_today(plan.profile)
         asked = {
             "budgets in GiB": (plan.budget_bytes, budgets),
             "percentile": (plan.imbalance_percentile, self.options.recompute_imbalance_percentile),
@@ -132,11 +126,6 @@ class Decisions:
         ]
         if not plan.proven:
             why = "was changed, or another version of this program wrote it"
-        elif more_bytes:
-            why = (
-                f"does not count {gib(more_bytes)} GiB that others hold on the device beside model "
-                "and optimizer"
-            )
         elif other:
             why = f"was made for other figures ({'; '.join(other)})"
         else:
@@ -144,7 +133,7 @@ class Decisions:
         self.job.say(
             f"recompute auto: the plan in {store.path} {why}; solved again from its measurements."
         )
-        plan = self.solved(profile, budgets, plan.notes)
+        plan = self.solved(plan.profile, budgets, plan.notes)
         store.save(plan)
         return plan
 
@@ -244,8 +233,7 @@ class Decisions:
         available = self._available()
         least = self.shard.by_stage(available or 0, min)
         fragmentation = self.shard.by_stage(self.memory.fragmentation_bytes, max)
-        others = self._others()
-        self._recommend(max(fragmentation), max(least))
+        others = self.shard.by_stage(self.memory.others_bytes or 0, max)
         stages = (
             replace(
                 stage,
@@ -259,77 +247,17 @@ class Decisions:
         )
         return replace(profile, stages=tuple(stages))
 
-    def _recommend(self, fragmentation_bytes: int, available: int) -> None:
-        """Say what helps where changing shapes leave holes in what the allocator reserved."""
-        if self.job.calls is not None and fragmentation_bytes > FRAGMENTED * available > 0:
-            self.job.say(
-                f"recompute auto: torch reserved {gib(fragmentation_bytes)} GiB more than it "
-                "allocated, because microbatches differ. PYTORCH_CUDA_ALLOC_CONF="
-                "expandable_segments:True, and the longest microbatch first, keep this small."
-            )
+    def less(self, plan: Plan, short: Sequence[int], step: int) -> Plan | None:
+        """The best plan that needs less on the stages that ran short, by a part of the way from the
+        stage's peak to what its leanest policy needs; the same on every rank. No recompute begins
+        early in it.
 
-    def _others(self) -> tuple[int, ...]:
-        """Bytes on every stage, other than model and optimizer, when this job began."""
-        return self.shard.by_stage(self.memory.others_bytes or 0, max)
-
-    def _with_others_of_today(self, profile: Profile) -> tuple[Profile, int]:
-        """A stored profile with the bytes that others hold in this job beyond those in the old job,
-        and the most that this is on any stage. Small differences are not counted (NOTICED)."""
-        stages, most = [], 0
-        for stage, held in zip(profile.stages, self._others(), strict=True):
-            known = held if stage.others_bytes is None else stage.others_bytes
-            more = held - known if held - known > NOTICED * stage.static.total_bytes else 0
-            residual_bytes = stage.residual_bytes + more
-            stages.append(
-                replace(stage, residual_bytes=residual_bytes, others_bytes=held) if more else stage
-            )
-            most = max(most, more)
-        return replace(profile, stages=tuple(stages)), most
-
-    def with_routed(self, plan: Plan, most_routed: int) -> Profile | None:
-        """The plan's profile for routing as uneven as in the last call; None if it was no more
-        uneven than the plan counts on.
-
-        Args:
-            plan: the plan of the last call.
-            most_routed: rows that the experts of a rank got in some layer of it, the most.
-        """
-        line = plan.profile.routed_line
-        if line is None:
-            return None
-        planned = line.at(Microbatch.longest(_tokens(plan.profile)))
-        if most_routed <= planned:
-            return None
-        return replace(plan.profile, routed_line=line.times(UNEVEN * most_routed / planned))
-
-    def are_kept(self, plan: Plan) -> bool:
-        """Whether every stage kept the plan's budgets in the step that was read last."""
-        return all(p <= most for p, most in zip(self.peaks(), plan.budget_bytes, strict=True))
-
-    def with_own_peaks(self, plan: Plan) -> Plan:
-        """The plan with every stage's peak in the last step read, which ran under it. Where calls
-        differ the plan is unchanged, because that step may have been a small one."""
-        if self.job.calls is not None:
-            return plan
-        return replace(plan, measured_peak_bytes=self.peaks())
-
-    def corrected(self, plan: Plan) -> Profile:
-        """The plan's profile; bytes that it missed of a stage's peak are added to that stage."""
-        predicted = [cost.peak.bytes for cost in plan.cost.stages]
-        return with_missed_bytes(plan.profile, predicted, self.peaks())
-
-    def less(self, plan: Plan, outcomes: Sequence[int], notches: int, step: int) -> Plan | None:
-        """The best plan that needs less on the stages that ran short; the same on every rank.
-        No recompute begins early in it.
-
-        A notch is a part of the way from the stage's peak to what its leanest policy needs. The
-        budget stays the same. Instead, bytes are added to the stage's residual, so that a restart,
-        and a plan for other microbatches, count them too.
+        The budget stays the same. Instead, bytes are added to the stage's residual, so that a
+        restart, and a plan for other microbatches, count them too.
 
         Args:
             plan: the plan that ran short.
-            outcomes: the outcomes of every stage: FINE, SHORT or FAILED.
-            notches: how many notches to go down.
+            short: whether each stage did.
             step: number of the training step, for the plan's notes.
 
         Returns:
@@ -337,11 +265,11 @@ class Decisions:
         """
         lean = self.lean_peaks(plan.profile)
         stages, notes = list(plan.profile.stages), list(plan.notes)
-        for stage, outcome in enumerate(outcomes):
+        for stage, is_short in enumerate(short):
             peak, least = plan.cost.stages[stage].peak_high_bytes, lean[stage]
-            if outcome == FINE or peak <= least:
+            if not is_short or peak <= least:
                 continue
-            notch = max(1, (peak - least) * notches // NOTCHES)
+            notch = max(1, (peak - least) // NOTCHES)
             missed = plan.budget_bytes[stage] - peak + notch
             residual = stages[stage].residual_bytes + missed
             stages[stage] = replace(stages[stage], residual_bytes=residual)

@@ -9,7 +9,6 @@ neither bytes nor times.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import os
 import platform
@@ -147,34 +146,13 @@ def rendered(value: Any) -> str:
 
     Tuples and lists give the same text, because a config that is read from a file has lists.
     """
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, functools.partial):
-        return f"{rendered(value.func)}({rendered(value.args)}, {rendered(value.keywords)})"
     if isinstance(value, Mapping):
-        items = (f"{rendered(key)}: {rendered(item)}" for key, item in value.items())
-        return f"{{{', '.join(sorted(items))}}}"
-    if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(rendered, value)))}}}"
+        value = sorted(f"{rendered(key)}: {rendered(item)}" for key, item in value.items())
+    elif isinstance(value, (set, frozenset)):
+        value = sorted(map(rendered, value))
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(rendered, value))}]"
-    if hasattr(value, "__qualname__"):  # a class, function or method
-        return f"{value.__module__}.{value.__qualname__}"
-    kind: Any = type(value)
-    if dataclasses.is_dataclass(value) or kind.__repr__ is object.__repr__:
-        held = [f"{name}={rendered(item)}" for name, item in _held(value)]
-        return f"{kind.__qualname__}({', '.join(held)})"
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-
-
-def _held(value: Any) -> Iterator[tuple[str, Any]]:
-    """An object's public attributes, sorted by name; a dataclass's fields in their order."""
-    names = sorted(getattr(value, "__dict__", ()))
-    if dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-    return (
-        (name, getattr(value, name)) for name in names if name[0] != "_" and hasattr(value, name)
-    )
 
 
 def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:

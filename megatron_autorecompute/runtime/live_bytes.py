@@ -11,7 +11,6 @@ unless they are in `static`.
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -117,13 +116,8 @@ class LiveBytes(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        super().__exit__(kind, value, trace)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
         _running.remove(self)
         if not _running:
             _storage_class.resize_ = _original_resize

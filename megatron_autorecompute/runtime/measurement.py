@@ -244,21 +244,13 @@ class Measurement:
         return chosen
 
     @contextmanager
-    def watch(
-        self,
-        memory: Memory | None,
-        *,
-        times: bool = True,
-        counts: Callable[[], bool] = lambda: True,
-    ) -> Iterator[None]:
+    def watch(self, memory: Memory | None, *, times: bool = True) -> Iterator[None]:
         """Measure the training step inside, under the policy in force.
 
         Args:
             memory: source of bytes; None in a step that measures times only.
             times: whether times are measured. Reading bytes makes a step longer, so what is timed
                 in the same step must be what a clock counts, such as operations.
-            counts: called after the step, with the same result on every rank: False if the step
-                was lost.
 
         Raises:
             ApplyError: on every rank, if on any of them the step was not one forward and one
@@ -270,8 +262,6 @@ class Measurement:
         ahead_ms = self._ahead_ms if times else {}
         with Probe(self.shard.chunks, memory, self._clock, host, ahead_ms) as probe:
             yield
-        if not counts():
-            return
         self._step += times
         if host is not None and not times:
             self._note_launches(probe.passes)
@@ -385,11 +375,6 @@ class Measurement:
             for choice in kind.choices
             if not seen[kind.signature, choice].complete(self._timed(choice))
         ]
-
-    def lacks_leanest(self) -> bool:
-        """Whether the leanest choice of some kind, which every step runs, is not measured yet."""
-        leanest = self.shard.leanest().layers
-        return any(choice == leanest[kind.layers[0]] for choice, kind in self.unseen())
 
     def most_held_bytes(self) -> int:
         """The most bytes that any layer held, on any rank."""

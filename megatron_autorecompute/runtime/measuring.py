@@ -21,9 +21,8 @@ from megatron_autorecompute.runtime.calls import AHEAD, SeenTokens
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.runtime.lengths_seen import Points
 from megatron_autorecompute.runtime.measurement import Measurement
-from megatron_autorecompute.runtime.offload import CopyWatch, OffloadCounter
-from megatron_autorecompute.runtime.oom_guard import FAILED, RAISED, say_if_lost
-from megatron_autorecompute.runtime.plan_in_force import PlanInForce
+from megatron_autorecompute.runtime.offload import OffloadCounter, host_link
+from megatron_autorecompute.runtime.plan_in_force import RAISED, PlanInForce
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK
 from megatron_autorecompute.runtime.samples import lower_quartile
 
@@ -40,25 +39,21 @@ communication buffers), and show what the leanest policy needs."""
 class Measuring:
     """Measures a job in ordinary steps; every rank makes one in the same way.
 
-    If a rank runs out of memory, the step is lost and gives no figures; from then on fewer layers
-    at once leave the leanest policy.
-
     Args:
         decisions: the decisions of the job.
-        in_force: has the policy in force, switched from step to step, and the guard of steps.
+        in_force: has the policy in force, switched from step to step.
         seen: tokens of the running call.
     """
 
     def __init__(self, decisions: Decisions, in_force: PlanInForce, seen: SeenTokens) -> None:
         self.decisions, self.shard = decisions, decisions.shard
         self.memory, self.job = decisions.memory, decisions.job
-        self.applied, self.guard = in_force.applied, in_force.guard
+        self.applied, self.in_force = in_force.applied, in_force
         self.points: Points | None = None
         """What was seen at which lengths, in a loop whose microbatches differ."""
         if self.job.calls is not None:
             self.points = Points()
         self._left_layers = OffloadCounter(self.shard.chunks, DEVICE_CLOCK, self.shard.may_offload)
-        self._copies = CopyWatch()
         self.measurement = Measurement(
             self.shard,
             self.applied,
@@ -87,7 +82,6 @@ class Measuring:
 
         Raises:
             InfeasibleError: with plan only, the leanest policy needs more than the budget.
-            LostStepsError: several steps in a row ran out of memory.
         """
         self.job.say("recompute auto: measuring in the first steps, from the leanest policy on")
         if ended_before:
@@ -105,7 +99,7 @@ class Measuring:
             fingerprint=fingerprint,
         )
         if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
-            profile = replace(profile, host_link=self._copies.link())
+            profile = replace(profile, host_link=host_link())
         if self.points is not None:
             return self.decisions.with_lengths(profile, self.points)
         return self.decisions.with_others(self._with_whole_steps(profile), lean)
@@ -119,9 +113,9 @@ class Measuring:
         longest: tuple[int, ...] = ()
         while settled < SETTLING_STEPS:
             yield from self._until_done(self._settling)
-            over = self.decisions.too_lean(self.guard.steps)
+            over = self.decisions.too_lean(self.in_force.num_steps)
             self.is_over_budget = over is not None
-            settled += self._counts() and over is None
+            settled += over is None
             lean = self._at_longest(self.decisions.peaks())
             longest = tuple(map(max, longest, lean)) if longest else lean
             if over and not said:
@@ -154,7 +148,7 @@ class Measuring:
         asked = self.decisions.options.recompute_measure_steps
         no_room = [0] * self.shard.layout.num_stages
         # One measured layer without recompute tells how many will fit at once.
-        yield from self._bytes(list(no_room), 1)
+        yield from self._bytes(no_room, 1)
         room = self._room(lean) if self.measurement.most_held_bytes() else no_room
         room = [layers >> ended_before for layers in room]
         self._left = max(1, asked - 1)
@@ -164,10 +158,6 @@ class Measuring:
             self._whole_steps_each = max(0, min(WHOLE_STEPS, asked // 8, spare // 2))
         yield from self._times(room, self._left - 2 * self._whole_steps_each)
         yield from self._whole(room, self._whole_steps_each)
-        while self.measurement.lacks_leanest():  # too many of these steps were lost
-            self._left = 2
-            yield from self._bytes(list(no_room), 1)
-            yield from self._times(list(no_room), 1)
         if missing := self.measurement.unseen():
             names = ", ".join(f"{choice} ({kind.name})" for choice, kind in missing)
             self.job.say(
@@ -179,53 +169,43 @@ class Measuring:
         """Steps in which layers take turns at every choice, and bytes are read.
 
         Args:
-            room: how many layers of each stage may leave the leanest choice at once; halved when a
-                step is lost.
+            room: how many layers of each stage may leave the leanest choice at once.
             most_steps: the most steps to run; choices that are left stay unmeasured.
         """
-        shown = partial(self.measurement.policies, room=room)
-        yield from self._in_turn(room, most_steps, shown, self._read)
+        shown = self.measurement.policies(room=room, most_steps=most_steps)
+        yield from self._in_turn(shown, self._read)
 
     def _times(self, room: list[int], most_steps: int) -> Steps:
         """Steps in which layers take turns at every choice, and are timed; as `_bytes`."""
-        shown = partial(self.measurement.turns, microbatches=self.job.num_microbatches(), room=room)
-        yield from self._in_turn(room, most_steps, shown, self._timed)
+        microbatches = self.job.num_microbatches()
+        shown = self.measurement.turns(microbatches=microbatches, room=room, most_steps=most_steps)
+        yield from self._in_turn(shown, self._timed)
 
     def _whole(self, room: list[int], each: int) -> Steps:
         """So many steps in which nothing but Megatron's own timers is read, under the leanest
         policy and under the richest that there is room for; of several the first does not count."""
-        policies = self.measurement.richest(room), self.decisions.leanest
 
-        def shown(most_steps: int) -> Iterator[bool]:
-            for policy in policies:
+        def shown() -> Iterator[bool]:
+            for policy in (self.measurement.richest(room), self.decisions.leanest):
                 self.applied.switch(policy)
                 yield from (number > 0 or each == 1 for number in range(each))
 
-        yield from self._in_turn(room, 2 * each, shown, self._unwatched)
+        yield from self._in_turn(shown(), self._unwatched)
 
     def _in_turn(
         self,
-        room: list[int],
-        most_steps: int,
-        shown: Callable[..., Iterator[Any]],
+        shown: Iterator[Any],
         watched: Callable[[Any], AbstractContextManager[None]],
     ) -> Steps:
-        """So many steps under the policies that `shown` switches through; what it yields before a
-        step goes to `watched`, which makes the step's context."""
-        last = self.guard.steps + most_steps
-        while (left := last - self.guard.steps) > 0:
-            for is_timed in shown(most_steps=left):
-                if self._left:
-                    self._left -= 1
-                    more = f"at most {self._left} more after this step"
-                    words = more if self._left else "this step is the last"
-                    self.job.say(f"recompute auto: measuring, {words}")
-                yield from self._until_done(partial(watched, is_timed))
-                if not self._counts() and any(room):
-                    room[:] = [layers // 2 for layers in room]
-                    break
-            else:
-                return
+        """Steps under the policies that `shown` switches through; what it yields before a step goes
+        to `watched`, which makes the step's context."""
+        for is_timed in shown:
+            if self._left:
+                self._left -= 1
+                more = f"at most {self._left} more after this step"
+                words = more if self._left else "this step is the last"
+                self.job.say(f"recompute auto: measuring, {words}")
+            yield from self._until_done(partial(watched, is_timed))
 
     def _room(self, lean: tuple[int, ...]) -> list[int]:
         """How many layers of each stage may leave the leanest policy in one measuring step.
@@ -255,17 +235,13 @@ class Measuring:
     def _until_done(self, step: Callable[[], AbstractContextManager[None]]) -> Steps:
         """A step, made anew as long as it ends with an exception that the loop survives."""
         yield step()
-        while self.guard.outcome == RAISED:
+        while self.in_force.outcome == RAISED:
             yield step()
-        say_if_lost(self.guard, self.applied.policy, self.job.say)
-
-    def _counts(self) -> bool:
-        return self.guard.outcome != FAILED
 
     @contextmanager
     def _settling(self) -> Iterator[None]:
         with self.memory.measuring() as memory:
-            with self.guard.step():
+            with self.in_force.guarded():
                 yield
             self.memory.note(memory, memory.peak_bytes)
 
@@ -276,16 +252,15 @@ class Measuring:
             yield
             return
         self._left_layers.begin()
-        with self._copies.watching(), self._left_layers.watching():
+        with self._left_layers.watching():
             yield
-        if self._counts():
-            self._left_layers.keep(self.applied.policy.layers)
+        self._left_layers.keep(self.applied.policy.layers)
 
     @contextmanager
     def _timed(self, is_timed: bool) -> Iterator[None]:
-        watched = self.measurement.watch(None, times=is_timed, counts=self._counts)
+        watched = self.measurement.watch(None, times=is_timed)
         timers = running(None if self._whole_steps_each else self.job.timers)
-        with timers as took_ms, self.memory.beside(), watched, self.guard.step():
+        with timers as took_ms, self.memory.beside(), watched, self.in_force.guarded():
             yield
         if not self._whole_steps_each:
             self._note_whole_step(took_ms)
@@ -293,7 +268,7 @@ class Measuring:
     @contextmanager
     def _unwatched(self, counts: bool) -> Iterator[None]:
         timers = running(self.job.timers)
-        with timers as took_ms, self.memory.beside(), self.guard.step():
+        with timers as took_ms, self.memory.beside(), self.in_force.guarded():
             yield
         if counts:
             self._note_whole_step(took_ms)
@@ -301,20 +276,19 @@ class Measuring:
     @contextmanager
     def _read(self, _: None) -> Iterator[None]:
         with self.memory.measuring() as memory:
-            watched = self.measurement.watch(memory, times=False, counts=self._counts)
-            with self._copying(), watched, self.guard.step():
+            watched = self.measurement.watch(memory, times=False)
+            with self._copying(), watched, self.in_force.guarded():
                 yield
-            if self._counts():
-                self.memory.note(memory, self.measurement.peak_bytes)
-                if self.points is not None:
-                    self.points.note_peak(self.applied.policy, self.memory.peak_bytes)
+            self.memory.note(memory, self.measurement.peak_bytes)
+            if self.points is not None:
+                self.points.note_peak(self.applied.policy, self.memory.peak_bytes)
 
     def _note_whole_step(self, took_ms: Mapping[str, float]) -> None:
         """Keep Megatron's timers and torch's statistics of the step that has just run."""
-        if not self._counts() or self.applied.policy.offloads:
+        if self.applied.policy.offloads:
             return
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        number = self.guard.steps if self.job.iteration is None else self.job.iteration() + 1
+        number = self.in_force.num_steps if self.job.iteration is None else self.job.iteration() + 1
         allocated, reserved = self.memory.torch_peaks
         seen = RankStep(
             rank,

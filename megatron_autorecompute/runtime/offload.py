@@ -28,7 +28,7 @@ from megatron_autorecompute.compat.offload_modules import Method
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.policy import LayerPolicy
-from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup, Profile
+from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup
 from megatron_autorecompute.runtime.host_memory import free_bytes
 from megatron_autorecompute.runtime.model_shard import MAX_CHOICES, Choices, choices
 from megatron_autorecompute.runtime.probe import DEVICE_CLOCK, Clock, is_recomputing
@@ -100,19 +100,6 @@ def refuse(config: TransformerConfig, *, blocks: int, varies: bool) -> None:
             f"Megatron's offload knows one. {instead}"
         )
     offload_modules.check_machine()
-
-
-def without_offload(profile: Profile) -> Profile:
-    """The profile without what was recorded of offload."""
-    kinds = (
-        replace(
-            kind,
-            choices=tuple(record for record in kind.choices if not record.policy.offload),
-            inert={name: same for name, same in kind.inert.items() if "+offload[" not in name},
-        )
-        for kind in profile.kinds
-    )
-    return replace(profile, kinds=tuple(kinds), host_link=None)
 
 
 # --- what leaves ----------------------------------------------------------------------------------
@@ -427,118 +414,32 @@ class OffloadCounter:
 
 USABLE = 0.5
 """The usable share of free host memory: torch rounds what it pins up to powers of two."""
+COPY_BYTES, COPIES = 64 << 20, 8
+"""Size and number of the copies each way that time a link."""
 _MS_PER_GB = 1e6
 """Bytes in a millisecond at 1 GB/s."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Timed:
-    begin: Any
-    end: Any
-    size_bytes: int = 0
-
-
-@dataclass(slots=True)
-class CopyWatch:
-    """Times copies in Megatron's manager, on the streams on which they run.
-
-    Without CUDA they run in the thread that computes, which then waits for all of each.
-    """
-
-    clock: Clock = DEVICE_CLOCK
-    out: list[_Timed] = field(default_factory=list)
-    """Copies to host memory, one for each group that left in a step inside `watching`."""
-    back: list[_Timed] = field(default_factory=list)
-    """Copies back."""
-    waits: list[_Timed] = field(default_factory=list)
-    """How long backwards waited in the last of these steps."""
-    _first: tuple[int, int] = (0, 0)
-    """How many of both ran in the first step that had any; host memory is pinned in it."""
-    _bytes: int = 0
-    _in_bulk: bool = False
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Surround a step."""
-        self.waits = []
-        methods: dict[str, Callable[..., Any]] = {
-            "offload": self._counted,
-            "reload": self._reloaded,
-            "bulk_offload_group": functools.partial(self._timed, self.out, "d2h_stream"),
-            "bulk_reload_group": functools.partial(self._timed, self.back, "h2d_stream"),
-            "on_group_commit_backward": self._waited,
-        }
-        with offload_modules.watched(methods):
-            yield
-        if not any(self._first):
-            self._first = len(self.out), len(self.back)
-
-    def waited_ms(self) -> float:
-        """How long this rank's backwards waited in the last step that was watched."""
-        return sum(self.clock.ms_between(one.begin, one.end) for one in self.waits)
-
-    def link(self) -> HostLink | None:
-        """What the slowest rank reached, as the median of its copies without the first step's; the
-        same on every rank. None if no rank copied anything."""
-        first_out, first_back = self._first
-        mine = self._rate(self.out, first_out), self._rate(self.back, first_back)
-        by_rank = all_gather((*mine, host_bytes()))
-        to_host = [out for out, _, _ in by_rank if out is not None]
-        to_device = [back for _, back, _ in by_rank if back is not None]
-        if not to_host or not to_device:
-            return None
-        return HostLink(min(to_host), min(to_device), min(size for *_, size in by_rank))
-
-    def _rate(self, copies: list[_Timed], first: int) -> float | None:
-        """10^9 bytes per second."""
-        settled = copies[first:] or copies
-        timed = [(one.size_bytes, self.clock.ms_between(one.begin, one.end)) for one in settled]
-        rates = [size / (ms * _MS_PER_GB) for size, ms in timed if size and ms > 0]
-        return statistics.median(rates) if rates else None
-
-    # --------------------------------------------------------------- in place of Megatron's methods
-
-    def _counted(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        def offload(chunk: Any, source: torch.Tensor, *args: Any, **named: Any) -> Any:
-            self._bytes += source.numel() * source.element_size()
-            return usual(chunk, source, *args, **named)
-
-        return offload
-
-    def _reloaded(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        def reload(chunk: Any, *args: Any, **named: Any) -> torch.Tensor:
-            begin = self.clock.now()
-            tensor: torch.Tensor = usual(chunk, *args, **named)
-            self._bytes += tensor.numel() * tensor.element_size()
-            if not self._in_bulk:  # nobody had asked for it, so the backward copies by itself
-                self.waits.append(_Timed(begin, self.clock.now()))
-            return tensor
-
-        return reload
-
-    def _timed(
-        self, copies: list[_Timed], stream: str, usual: Callable[..., None]
-    ) -> Callable[..., None]:
-        def bulk(chunk: Any, *args: Any) -> None:
-            self._bytes, self._in_bulk = 0, True
-            with torch.cuda.stream(getattr(chunk, stream)):
-                begin = self.clock.now()
-            usual(chunk, *args)
-            self._in_bulk = False
-            with torch.cuda.stream(getattr(chunk, stream)):
-                copies.append(_Timed(begin, self.clock.now(), self._bytes))
-            if not torch.cuda.is_available():
-                self.waits.append(copies[-1])
-
-        return bulk
-
-    def _waited(self, usual: Callable[..., None]) -> Callable[..., None]:
-        def on_group_commit_backward(chunk: Any, name: str) -> None:
-            begin = self.clock.now()
-            usual(chunk, name)
-            self.waits.append(_Timed(begin, self.clock.now()))
-
-        return on_group_commit_backward
+def host_link() -> HostLink:
+    """What the slowest rank reaches where all ranks copy both ways at once, from pinned memory, as
+    the median of several copies; the same on every rank."""
+    cuda = torch.cuda.is_available()
+    on_host = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=cuda) for _ in range(2)]
+    on_device = [torch.empty_like(each, device="cuda" if cuda else "cpu") for each in on_host]
+    ways = [(on_host[0], on_device[0]), (on_device[1], on_host[1])]
+    streams = [torch.cuda.Stream() if cuda else None for _ in ways]
+    moments: list[list[Any]] = [[], []]
+    free_host_bytes = host_bytes()  # ranks meet, and begin together
+    for _ in range(COPIES):
+        for (target, source), stream, own in zip(ways, streams, moments, strict=True):
+            with torch.cuda.stream(stream):
+                begin = DEVICE_CLOCK.now()
+                target.copy_(source, non_blocking=True)
+                own.append((begin, DEVICE_CLOCK.now()))
+    took_ms = [statistics.median(DEVICE_CLOCK.ms_between(*one) for one in own) for own in moments]
+    rates = [COPY_BYTES / (max(ms, 1e-3) * _MS_PER_GB) for ms in took_ms]
+    to_host, to_device, sizes = map(min, zip(*all_gather((*rates, free_host_bytes)), strict=True))
+    return HostLink(to_host, to_device, sizes)
 
 
 def host_bytes() -> int:

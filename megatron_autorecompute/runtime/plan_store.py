@@ -1,6 +1,6 @@
 """The plan file of a job: read once when it starts, written by rank 0 whenever the plan changes.
 
-If the file cannot be written while training runs, the job goes on and tries again later.
+If the file cannot be written while training runs, the job goes on and tries again at its end.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from megatron_autorecompute import json_records
 from megatron_autorecompute.errors import AutorecomputeError, ProfileError
 from megatron_autorecompute.planner.plan import Plan, changes
 from megatron_autorecompute.runtime.ranks import is_first_rank, on_rank_0
-
-STEPS_BETWEEN_TRIES = 100
-"""Steps after which writing a plan is tried again; it is also tried at the job's end."""
 
 
 class PlanStore:
@@ -38,7 +35,6 @@ class PlanStore:
         self.plan: Plan | None = None
         """The last one that was found or given to be saved."""
         self._unwritten: Plan | None = None
-        self._steps_waited = 0
         if path is not None:
             on_rank_0(lambda: _check_writable(Path(path)))
 
@@ -78,20 +74,12 @@ class PlanStore:
         self.plan = plan
         if self.path is None or not is_first_rank():
             return
-        failed_before, error = self._unwritten is not None, _written(plan, self.path)
+        error = _written(plan, self.path)
+        self._unwritten = plan if error else None
         if error is None:
             self._ended_path.unlink(missing_ok=True)
-        self._unwritten, self._steps_waited = (plan if error else None), 0
-        if error and not failed_before:
-            self._say(f"recompute auto: {error} Training goes on; the plan is written later.")
-        elif failed_before and not error:
-            self._say(f"recompute auto: the plan is in {self.path} now")
-
-    def step_done(self) -> None:
-        """Try again to write an unwritten plan, after every STEPS_BETWEEN_TRIES steps."""
-        self._steps_waited += 1
-        if self._unwritten is not None and self._steps_waited >= STEPS_BETWEEN_TRIES:
-            self.save(self._unwritten)
+        else:
+            self._say(f"recompute auto: {error} Training goes on; the plan is written at its end.")
 
     def close(self) -> str | None:
         """Try for the last time to write a plan that was not written; returns where the plan is, or

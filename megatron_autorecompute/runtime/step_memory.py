@@ -6,9 +6,8 @@ device of the first parameter: for any device and all of Megatron's optimizers, 
 names that 0.16 to 0.19 share. A storage counts once, however many views it has.
 
 torch has one set of peak statistics per process, and Megatron logs them without resetting them.
-While measuring, this package resets them at every boundary between layers; afterwards only when a
-plan begins to run, so that they show the maximum since then. A step that needs more than all before
-it shows as a growing maximum.
+While measuring, this package resets them at every boundary between layers; afterwards at the
+beginning of each step.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class StepMemory:
         chunks: this rank's model chunks.
         optimizer: Megatron's optimizer on them.
         without_cuda: whether bytes come from `LiveBytes`, because there is no CUDA allocator.
-        resets: whether the peak restarts at every step, because other work runs between two.
     """
 
     def __init__(
@@ -41,14 +39,13 @@ class StepMemory:
         chunks: Sequence[torch.nn.Module],
         optimizer: Any,
         without_cuda: bool,
-        resets: bool = False,
     ) -> None:
         self.peak_bytes = 0
-        """The most bytes allocated in the last step that was read, or since the plan began."""
+        """The most bytes allocated in the last step that was read."""
         self.fragmentation_bytes = 0
         """The most reserved less the most allocated, over all measuring steps."""
         self._chunks, self._optimizer = chunks, optimizer
-        self._without_cuda, self._resets = without_cuda, resets
+        self._without_cuda = without_cuda
         self.torch_peaks: tuple[int | None, int | None] = (None, None)
         """The most bytes allocated, and reserved, by the process in the last step of `beside`;
         None without CUDA."""
@@ -57,7 +54,7 @@ class StepMemory:
         None without CUDA."""
         self._allocated = self._reserved = 0
         self._reading: Memory | None = None
-        self._static_bytes = self._peak_before = self._retries_before = 0
+        self._static_bytes = self._retries_before = 0
 
     def static(self) -> StaticBytes:
         """What this rank keeps through steps."""
@@ -107,22 +104,14 @@ class StepMemory:
         self.torch_peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         self._note_fragmentation(torch.cuda.max_memory_allocated())
 
-    def plan_begins(self) -> None:
-        """Forget the peak of what ran before."""
-        if not self._without_cuda:
-            CudaBytes().reset_peak()
-
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Surround a step under a plan; keeps its peak, and the values that `is_short` needs."""
+        """Surround a step under a plan; at its end ask `is_short`, which keeps its peak."""
         with self._opened() as memory:
-            if self._resets:
-                memory.reset_peak()
+            memory.reset_peak()
             self._reading, self._retries_before = memory, self._retries()
-            self._peak_before = self._with_static(memory, memory.peak_bytes)
             try:
                 yield
-                self.peak_bytes = self._with_static(memory, memory.peak_bytes)
             finally:
                 self._reading = None
 
@@ -134,8 +123,7 @@ class StepMemory:
         if self._reading is None:
             return False
         self.peak_bytes = self._with_static(self._reading, self._reading.peak_bytes)
-        grown = self.peak_bytes > self._peak_before
-        return self._retries() > self._retries_before or (grown and self.peak_bytes > budget_bytes)
+        return self._retries() > self._retries_before or self.peak_bytes > budget_bytes
 
     def _retries(self) -> int:
         if self._without_cuda:
@@ -228,3 +216,11 @@ def _optimizer_state(optimizer: Any) -> list[torch.Tensor]:
     state = [value for part in inner for entry in part.state.values() for value in entry.values()]
     masters = [p for part in inner for group in part.param_groups for p in group["params"]]
     return [value for value in state + masters if isinstance(value, torch.Tensor)]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the device has no memory left; also for cuBLAS and NCCL."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and ("out of memory" in said or "_ALLOC_FAILED" in said)
+    )

@@ -151,7 +151,7 @@ def test_with_peft_a_policy_stays_a_policy(cfg):
     assert "cfg.model.recompute_granularity = None" in lines
 
 
-def test_bridges_rule_against_full_under_expert_overlap_is_asked(bridge):
+def test_full_under_bridges_expert_overlap_is_refused(bridge):
     from megatron.bridge.training.comm_overlap import CommOverlapConfig
 
     cfg = recipes.tiny_moe_pretrain_config()

@@ -23,7 +23,7 @@ from megatron_autorecompute.cli import main as program
 from megatron_autorecompute.compare import rendering, run
 from megatron_autorecompute.compare.comparison import Comparison, Shape
 from megatron_autorecompute.compare.run import Contest, Settings, messages_of, parse
-from megatron_autorecompute.compat import lost_step, model_layers
+from megatron_autorecompute.compat import checkpoints, model_layers
 from megatron_autorecompute.errors import InfeasibleError, MachineError
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.plan import Plan
@@ -359,7 +359,7 @@ def test_out_of_memory_on_one_of_two_stages_says_what_to_give():
         ),
     ):
         job.peak_bytes()
-    lost_step.leave_interrupted_checkpoint(job.chunks)
+    checkpoints.leave_interrupted(job.chunks)
 
 
 @pytest.mark.any_version

@@ -27,11 +27,10 @@ GPT_IS_THE_SUBJECT = {
 """Why a file's GPTModel is what it tests, and where the same is asked of a HybridModel."""
 OLDER = {
     "compare/test_recorded_step.py",
-    "compat/test_lost_step.py",
+    "compat/test_interrupted.py",
     "meta/test_pipeline_against_megatron.py",
     "meta/test_verify.py",
     "runtime/test_config_field.py",
-    "runtime/test_out_of_memory.py",
     "runtime/test_overhead.py",
     "runtime/test_step_memory.py",
 }

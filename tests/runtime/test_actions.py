@@ -8,7 +8,6 @@ import torch
 
 from megatron_autorecompute.errors import ApplyError
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.runtime.oom_guard import StepGuard
 from tests.default_model import tiny_model
 from tests.runtime.test_copies import groups_are_shared, in_force, pickled  # noqa: F401
 from tests.support import microbatch, one_step, tiny_config
@@ -34,7 +33,7 @@ class Models:
     def do(self):
         """One action, on one of the models; its name."""
         actions = [self.put_in_force, self.undo, self.deepcopy, self.pickle, self.load, self.train]
-        action = self.random.choice([*actions, self.evaluate, self.drop, self.copy_in_a_step])
+        action = self.random.choice([*actions, self.evaluate, self.drop])
         at = self.random.randrange(len(self.alive))
         action(at, *self.alive[at])
         del self.alive[3:]
@@ -71,12 +70,6 @@ class Models:
 
     def pickle(self, _, model, weights):
         self.alive.insert(0, (pickled(model), weights))
-
-    def copy_in_a_step(self, _, model, weights):
-        guard = StepGuard([model], torch.optim.SGD(model.parameters(), lr=0.0), lambda: False)
-        with guard.step():
-            one_step([model], num_microbatches=1)
-            self.alive.insert(0, (copy.deepcopy(model), weights))
 
     def load(self, at, model, _):
         other, weights = self.random.choice(self.alive)

@@ -14,7 +14,6 @@ from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.runtime.decisions import Decisions
-from megatron_autorecompute.runtime.oom_guard import SHORT
 from testing.ranks import run_ranks
 from tests.planner.uniform_profiles import FULL, NONE, uniform_profile
 from tests.support import one_step, start_parallel, tiny_config, tiny_gpt
@@ -255,7 +254,7 @@ def test_short_of_memory_at_the_least_need_nothing_begins_early_any_more():
     plan = make_plan(replace(problem(profile, lean), allowed=("ahead",)))
     assert plan.policy.is_ahead
     decisions = SimpleNamespace(problem=problem, lean_peaks=lambda _: lean)
-    down = Decisions.less(decisions, plan, [SHORT] * 4, 1, step=5)
+    down = Decisions.less(decisions, plan, [True] * 4, step=5)
     assert not down.policy.is_ahead
     assert down.notes == ("step 5: short of memory, so no recompute begins early any more",)
-    assert Decisions.less(decisions, down, [SHORT] * 4, 1, step=6) is None
+    assert Decisions.less(decisions, down, [True] * 4, step=6) is None

@@ -1,20 +1,16 @@
 """`auto` in a job of two pipeline ranks: its course, its plan file, and running out of memory."""
 
 import json
-import re
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.compare.comparison import Shape
-from megatron_autorecompute.errors import LostStepsError
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.runtime.oom_guard import StepGuard
 from testing.ranks import RankError, fresh_processes, run_ranks
 from tests.default_model import layers
 from tests.hybrid_models import HAVE_HYBRID
@@ -55,10 +51,8 @@ def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **chang
     )
     microbatches = changes.get("microbatches", lambda step: shape.num_microbatches)
     enforced = Enforced(job, fails_in, said)
-    if fails_in == "always":
-        enforced.fail_always()
-    if "lost" in changes:
-        enforced.fail_in_steps(changes["lost"], losses)
+    if changes.get("fails_at_once"):
+        enforced.fail_at_once()
     facts = JobFacts(
         Parallelism(shape.micro_batch_size, shape.seq_length, dtype="float32"),
         lambda: microbatches(len(losses)),
@@ -105,28 +99,12 @@ class Enforced:
         self.job, self.fails_in, self.said, self.failed = job, fails_in, said, False
         self.after = "all of the slack" if fails_in == "climb" else "recompute auto: the plan"
 
-    def fail_always(self):
-        layer = self.job.chunks[0].module.decoder.layers[0]
-        original, self.failed = layer.forward, True
-
-        def forward(*args, **named):
-            on_first = torch.distributed.get_rank() == 0
-            if on_first and any(self.after in line for line in self.said):
-                raise torch.OutOfMemoryError("nothing is left")
-            return original(*args, **named)
-
-        layer.forward = forward
-
-    def fail_in_steps(self, lost, losses):
-        layer = self.job.chunks[0].module.decoder.layers[-1]
-        original = layer.forward
-
-        def forward(*args, **named):
-            if torch.distributed.get_rank() == 1 and len(losses) in lost:
+    def fail_at_once(self):
+        def fail(*_):
+            if torch.distributed.get_rank() == 1:
                 raise torch.OutOfMemoryError("nothing is left in this step")
-            return original(*args, **named)
 
-        layer.forward = forward
+        self.job.chunks[0].module.decoder.layers[-1].register_forward_pre_hook(fail)
 
     @contextmanager
     def reading(self):
@@ -322,57 +300,23 @@ def test_an_unwritable_plan_path_is_an_error_before_training():
 
 
 @pytest.mark.newest_version
-@pytest.mark.parametrize("fails_in", ["forward", "backward"])
-def test_out_of_memory_on_one_rank_costs_one_step_and_steps_down(tmp_path, fails_in):
+@pytest.mark.parametrize("fails_in", ["forward", "backward", "climb"])
+def test_out_of_memory_ends_the_job_and_a_restart_begins_with_less(tmp_path, fails_in):
     path = tmp_path / "plan.json"
-    first, second = run_ranks(trained, 2, SHAPE, str(path), BUDGET_GIB, fails_in)
-    assert first["policies"] == second["policies"]
-    assert len(first["unchanged"]) == 1
-    assert first["unchanged"] == second["unchanged"]
-    failed = first["unchanged"][0]
-    assert first["policies"][failed + 1] != first["policies"][failed]
-    assert first["peaks"][-1] < first["peaks"][failed - 1]
-    assert Plan.load(path).policy.format() == first["policies"][-1]
-    assert any("went down" in note for note in Plan.load(path).notes)
-
-
-@pytest.mark.newest_version
-def test_out_of_memory_while_climbing_costs_one_step_and_steps_down(tmp_path):
-    path = tmp_path / "plan.json"
-    first, second = run_ranks(trained, 2, SHAPE, str(path), BUDGET_GIB, "climb")
-    assert first["policies"] == second["policies"]
-    assert len(first["unchanged"]) == 1
-    failed = first["unchanged"][0]
-    assert first["policies"][failed + 1] != first["policies"][failed]
-    assert Plan.load(path).policy.format() == first["policies"][-1]
-    assert any("went down" in note for note in Plan.load(path).notes)
-
-
-LOST = [1, 3, 5, 6, 11]
-"""Of steps: the one that settles; the first that measures; of bytes; of times."""
-
-
-def losing_steps(shape, path):
-    return trained(shape, path, lost=LOST)
-
-
-@pytest.mark.newest_version
-def test_out_of_memory_while_measuring_costs_its_steps_and_a_plan_is_found_all_the_same(tmp_path):
-    path = tmp_path / "plan.json"
-    ranks = run_ranks(losing_steps, 2, SHAPE, str(path))
+    with pytest.raises(RankError, match="OutOfMemoryError: the enforced budget is used up"):
+        run_ranks(trained, 2, SHAPE, str(path), BUDGET_GIB, fails_in)
+    left = Plan.load(path)
+    assert any("stage 0 short of memory, went down" in note for note in left.notes)
+    low, high = left.cost.stages[0].peak_high_bytes, left.budget_bytes[0]
+    assert low < high
+    ranks = run_ranks(restarted, 2, SHAPE, str(path))
     for rank in ranks:
-        assert rank["unchanged"] == LOST
-        assert sum("out of memory" in line for line in rank["said"]) == len(LOST)
-    first, second = ranks
-    assert first["policies"] == second["policies"]
-    plan = Plan.load(path)
-    assert first["policies"][-1] == plan.policy.format()
-    assert max(first["peaks"][-1], second["peaks"][-1]) <= max(plan.budget_bytes)
-    assert {"none", "full"} <= {record.choice for record in plan.profile.kinds[0].choices}
+        assert set(rank["policies"]) == {left.policy.format()}
+    assert ranks[0]["peaks"][-1] < high
 
 
 def ending_while_it_measures(shape, path):
-    return trained(shape, path, lost=[0])  # in its first step the guard cannot stand in
+    return trained(shape, path, fails_at_once=True)
 
 
 @pytest.mark.newest_version
@@ -385,55 +329,6 @@ def test_a_job_that_runs_out_of_memory_before_it_has_a_plan_tells_the_next_one(t
     assert any("1 job(s) before this one ran out of memory" in line for line in ranks[0]["said"])
     assert not left.exists()
     assert Plan.load(path).policy.format() == ranks[0]["policies"][-1]
-
-
-@pytest.mark.newest_version
-def test_lost_steps_in_a_row_step_down_faster_and_end_the_job_on_all_ranks(auto, tmp_path):
-    from megatron_autorecompute.runtime.oom_guard import LOST_IN_A_ROW
-
-    path = tmp_path / "plan.json"
-    path.write_text(auto[0].read_text())
-    ranks = run_ranks(lost_for_ever, 2, SHAPE, str(path))
-    for said in ranks:
-        # The first step is a good one; of the lost ones the fifth leads to the leanest policy.
-        assert sum("this step's update was skipped" in line for line in said) == LOST_IN_A_ROW - 1
-        assert f"The last {LOST_IN_A_ROW} steps ran out of memory" in said[-1]
-        assert re.search(r"under full(/2)?\*[45],", said[-1]), said[-1]
-    assert ranks[0] == ranks[1]
-
-
-def lost_for_ever(shape, path):
-    """What a job says of which rank 0 runs out of memory in every step but the first."""
-    said = []
-    with pytest.raises(LostStepsError) as ended:
-        trained(shape, path, fails_in="always", said=said)
-    return [*said, str(ended.value)]
-
-
-def test_out_of_memory_in_an_evaluation_is_raised_and_no_loss_made_up():
-    model, optimizer = Failing(), SimpleNamespace(step=lambda: True, zero_grad=lambda: None)
-    guard = StepGuard([model], optimizer, lambda: False)
-    ones = torch.ones(1, 2)
-    with guard.step():
-        assert model(ones).all()
-        assert optimizer.step()
-    model.fails = True
-    with pytest.raises(torch.OutOfMemoryError):
-        model(ones)
-    with guard.step():
-        assert not model(ones).any()
-        assert optimizer.step() == (False, None, None)
-    model.fails = False
-    assert model(ones).all()
-
-
-class Failing(torch.nn.Module):
-    fails = False
-
-    def forward(self, ones):
-        if self.fails:
-            raise torch.OutOfMemoryError("nothing left")
-        return ones
 
 
 def ramp_up(step):

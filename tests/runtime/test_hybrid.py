@@ -268,7 +268,6 @@ def test_the_scan_of_these_tests_is_the_recurrence_it_stands_for():
     ("pattern", "text", "said"),
     [
         ("*-/*-", "megatron:uniform/1", "full+all*2,full+inner/2*1"),
-        ("M-E*", "none*3,selective[mlp]*1", "on layer 3, '*' in 'M-E*' (attention)"),
         ("M-X*", "full", "'X' at position 2 is no layer"),
     ],
 )
@@ -345,38 +344,6 @@ def test_one_layer_for_several_depths_runs_the_choice_of_each(one_rank, pattern)
             apply(RecomputePolicy.parse("none*3,selective[experts]", num_layers=4), models)
         kinds = ModelShard(models).kinds
         assert not any(choice.own for kind in kinds for choice in kind.choices if 2 in kind.layers)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (
-            "none*3,selective[mlp]*1",
-            "on layer 3, '*' in 'M-E*' (attention): Megatron has",
-        ),
-        (
-            "selective[layernorm]*1,none*3",
-            "on layer 0, 'M' in 'M-E*' (mamba): Megatron has",
-        ),
-    ],
-)
-def test_modules_of_another_family_are_refused_by_layer_and_symbol(
-    one_rank, monkeypatch, text, said
-):
-    from megatron.core.transformer import transformer_config
-
-    from megatron_autorecompute.runtime.apply import apply
-
-    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_, **__: True)
-    with runnable():
-        models = hybrid_chunks(hybrid_config("M-E*"), "M-E*")
-        with apply(RecomputePolicy.parse("selective[core_attn+mlp]", num_layers=4), models):
-            pass
-        for fp8 in (None, "e4m3"):
-            models[0].config.fp8, models[0].config.fp8_recipe = fp8, "tensorwise"
-            with pytest.raises(PolicyError) as error:
-                apply(RecomputePolicy.parse(text, num_layers=4), models)
-            assert said in str(error.value)
 
 
 @pytest.mark.parametrize("at", [0, -1], ids=["at the first layer", "at the last"])

@@ -161,19 +161,18 @@ def test_no_recompute_makes_the_very_calls_of_a_model_without_us(calls):
 def test_a_full_policy_costs_at_most_forty_calls_a_microbatch_more_than_megatrons_own(
     calls, policy
 ):
-    # Looking at a view of the block instead of the block: 27 of 6,120 on 0.19, 36 on 0.16; none of
-    # them at uniform/2, where Megatron's own ModuleList look-ups cost more.
+    # Copies of the block and of its config.
     assert changed(calls, policy, f"Megatron's {policy}") <= 40 * MICROBATCHES
 
 
-def test_a_selective_policy_costs_one_hook_a_block(calls):
-    # A look at the block's input, and the four calls torch makes around a hook with keywords.
+def test_a_selective_policy_costs_one_hook_a_layer(calls):
+    # A look at the layer's input, and the calls torch makes around a hook with keywords.
     from megatron_autorecompute.runtime import apply
 
     same = "megatron:selective[core_attn]"
     more = changed(calls, same, f"Megatron's {same}")
-    assert list(own(calls[same], apply).values()) == [MICROBATCHES]
-    assert more <= 6 * MICROBATCHES
+    assert own(calls[same], apply).total() <= 3 * LAYERS * MICROBATCHES
+    assert more <= 8 * LAYERS * MICROBATCHES
 
 
 @pytest.mark.parametrize("policy", RUNS)
@@ -194,8 +193,6 @@ def test_auto_costs_a_handful_of_calls_a_step_once_its_plan_stands(calls):
     from megatron_autorecompute.runtime import live_bytes, measurement, measuring, probe
 
     ours = own(calls["auto"]) - own(calls["auto's policy"])
-    # Of every microbatch the guard sees one forward, whose output it marks and describes, and one
-    # backward, each through a function put in for the step; the rest is once a step.
-    assert ours.total() <= 60 + 5 * MICROBATCHES, ours
+    assert ours.total() <= 60, ours
     assert changed(calls, "auto", "auto's policy") <= 137
     assert not own(calls["auto"], live_bytes, measurement, measuring, probe)

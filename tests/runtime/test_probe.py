@@ -327,30 +327,6 @@ def test_auto_trains_models_that_return_no_single_tensor_without_changing_a_bit(
     assert len(set(policies)) > 2  # measured one after the other, then a plan
 
 
-@pytest.mark.any_version
-@pytest.mark.parametrize("kind", ["BERT", *RETURNED])
-def test_out_of_memory_goes_on_with_zeros_in_the_form_of_the_models_output(kind):
-    from megatron_autorecompute.runtime.oom_guard import StepGuard
-
-    model, loss_of = bert() if kind == "BERT" else gpt_that_returns(kind)
-    batch = bert_microbatch(0) if kind == "BERT" else microbatch()
-    guard = StepGuard([model], torch.optim.SGD(model.parameters(), lr=1.0), lambda: False)
-
-    def fail(*_):
-        raise torch.OutOfMemoryError("no room")
-
-    with guard.step():  # shows where ranks meet, and what the model returns
-        loss_of(model(**batch))
-    with guard.step():
-        hook = (model.encoder if kind == "BERT" else model.decoder).register_forward_hook(fail)
-        loss_of(model(**batch)).backward()
-        hook.remove()
-    assert [p for p in model.parameters() if p.grad is not None] == []
-
-
-# ------------------------------------------------------------------------ an output's gradient
-
-
 class Allocator:
     """A memory whose peak is set; resetting it takes it to what is alive."""
 

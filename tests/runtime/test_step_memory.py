@@ -164,21 +164,6 @@ def test_what_others_hold_on_the_device_is_within_the_budget_from_the_first_plan
     assert reference.numel() == MIB
 
 
-def test_what_others_hold_since_a_plan_was_made_is_planned_for_before_the_first_step(path, planned):
-    before = Plan.load(path)
-    with fake_cuda(64 * MIB):
-        reference = torch.zeros(MIB // 2, dtype=torch.uint8)
-        job = Job(tight(path)).train(3)
-        # Up to a mask or two; the plan of before would be over by all of the reference.
-        assert max(job.peaks) <= 1.005 * TIGHT_GIB * GIB
-    assert any("others hold on the device" in line for line in job.said)
-    assert job.policies[0] != before.policy.format()
-    grown = (
-        Plan.load(path).profile.stages[0].residual_bytes - before.profile.stages[0].residual_bytes
-    )
-    assert grown > 0.8 * reference.numel()
-
-
 def test_a_budget_below_the_leanest_policy_is_said_once_and_the_leanest_policy_runs(one_rank):
     with fake_cuda(64 * MIB):
         job = Job(AutoOptions(recompute_memory_budget_gib=4 / 1024)).train(6)
@@ -208,8 +193,6 @@ def test_retries_before_and_between_training_steps_change_no_plan(path, planned)
         job = Job(tight(path)).train(6, evaluate)
     assert set(job.policies) == {before.policy.format()}
     assert Plan.load(path) == before
-    # A job that begins with a plan measures nothing: peak statistics stay Megatron's from there on.
-    assert device.resets == 1
 
 
 def test_a_retry_within_a_training_step_is_a_notch_less(path, planned):
@@ -220,16 +203,6 @@ def test_a_retry_within_a_training_step_is_a_notch_less(path, planned):
         job.train(6)
     assert len(set(job.policies[:4])) == 1
     assert job.policies[4] != job.policies[3]
-
-
-def test_after_measuring_peak_statistics_are_reset_only_where_a_plan_begins(one_rank):
-    resets = []
-    with fake_cuda(64 * MIB) as device:
-        job = Job(tight()).train(STEPS + 4, lambda step: resets.append(device.resets))
-    stands = next(i for i, line in enumerate(job.policies) if line == job.policies[-1])
-    assert len(set(resets[stands:])) == 1
-    # From there on the peak is what Megatron means by it: the most there ever was.
-    assert job.peaks[stands:] == sorted(job.peaks[stands:])
 
 
 def test_state_on_another_device_is_no_memory_of_the_one_that_trains():

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from megatron_autorecompute.compat import lost_step
+from megatron_autorecompute.compat import checkpoints
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from tests.support import microbatch, tiny_config, tiny_gpt
 
@@ -27,6 +27,6 @@ def test_an_interrupted_step_is_freed_though_layers_keep_their_checkpoints():
         handle.remove()
         gc.collect()
         left_behind = live.current_bytes
-        lost_step.leave_interrupted_checkpoint(chunks)
+        checkpoints.leave_interrupted(chunks)
         gc.collect()
         assert left_behind > 10 * live.current_bytes
