@@ -123,9 +123,9 @@ class Machine:
             stream.now = 0
         self.out, self.asked, self.forwards = {}, {}, {}
         self.device, ends = {}, []
-        for (is_backward, chunk, microbatch), gap in zip(self.events, gaps, strict=True):
+        for (direction, chunk, microbatch), gap in zip(self.events, gaps, strict=True):
             begin = self.compute.now = self.compute.now + gap
-            if is_backward:
+            if direction == "backward":
                 self._backward(chunk, microbatch)
             else:
                 self._forward(chunk, microbatch, begin)
@@ -194,7 +194,7 @@ def _compared(monkeypatch, rng):
     schedule = Schedule(p, v, p * rng.randint(1, 3) if v > 1 else rng.randint(1, 6))
     stage, works = rng.randrange(p), random_works(rng, v)
     link = HostLink(rng.choice([0.5, 2, 9]), rng.choice([0.5, 2, 9]), 0)
-    events = list(zip(*(part.tolist() for part in schedule.order(stage)), strict=True))
+    events = schedule.events(stage)
     gaps = [rng.choice([0, 0, rng.randint(0, 9_000)]) for _ in events]
     machine = Machine(monkeypatch, works, events, link, stage)
     machine.step(gaps)
@@ -216,7 +216,7 @@ def test_an_infinite_link_lets_nothing_wait_and_all_bytes_leave_at_once():
         Unit(f"{i}", (i,), 0, 0, 0, 9_000, 18_000, offload_groups=groups(rng)) for i in range(4)
     ]
     work, link = ChunkWork.of(units), HostLink(1e6, 1e6, 0)
-    events = list(zip(*(part.tolist() for part in Schedule(3, 1, 5).order(0)), strict=True))
+    events = Schedule(3, 1, 5).events(0)
     ours = StageCopies([work], events, link)
     assert ours.stall_ps == 0
     now = 0

@@ -25,6 +25,7 @@ from megatron_autorecompute.planner.cost.schedule import Schedule
 from testing.ranks import fresh_processes
 from tests.meta.boundary_tensors import boundary_tensors
 from tests.planner.definitions import COUNTED
+from tests.planner.moments import in_flight
 from tests.support import tiny_config
 
 pytestmark = pytest.mark.any_version
@@ -108,15 +109,15 @@ def counted(schedule, stage, overlap, deallocated):
         bf16=True,
     )
     found = []
-    for tensors, in_flight in zip(
+    for tensors, waiting in zip(
         boundary_tensors(config, stage, schedule.num_microbatches),
-        schedule.in_flight(stage).tolist(),
+        in_flight(schedule, stage),
         strict=True,
     ):
-        in_flight[tensors.chunk] += tensors.phase == "backward"
+        waiting[tensors.chunk] += tensors.phase == "backward"
         if stage == schedule.num_stages - 1:
-            in_flight[-1] = 0
-        found.append(tensors.extra - (0 if deallocated else sum(in_flight)))
+            waiting[-1] = 0
+        found.append(tensors.extra - (0 if deallocated else sum(waiting)))
     return tuple(found)
 
 

@@ -38,7 +38,7 @@ import numpy as np
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost import Ints
-from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.schedule import Event, Schedule
 from megatron_autorecompute.planner.cost.slots import block, num_slots
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit
 from megatron_autorecompute.policy import WHOLE_LAYER
@@ -245,22 +245,22 @@ class StageCopies:
 
     Args:
         chunks: what each chunk computes and copies.
-        events: (is backward, chunk, microbatch), in the order of the schedule.
+        events: of the stage, in the order of the schedule.
         link: to host memory.
     """
 
     def __init__(
         self,
         chunks: Sequence[ChunkWork],
-        events: Sequence[tuple[bool, int, int]],
+        events: Sequence[Event],
         link: HostLink,
     ) -> None:
         self.chunks, self._events, self._link = chunks, iter(events), link
         self._whole = any(moves_whole_layers(work.units) for work in chunks)
         self._order = [
             (chunk, microbatch)
-            for is_backward, chunk, microbatch in events
-            if is_backward and chunks[chunk].groups
+            for direction, chunk, microbatch in events
+            if direction == "backward" and chunks[chunk].groups
         ]
         self._in_flight = _in_flight(events, len(chunks))
         self._kept, self._next = _kept(self._order, chunks), 0
@@ -282,7 +282,8 @@ class StageCopies:
 
     def run(self, begin_ps: int) -> int:
         """Run the next event from a time on; returns when it ends."""
-        is_backward, chunk, microbatch = next(self._events)
+        direction, chunk, microbatch = next(self._events)
+        is_backward = direction == "backward"
         work, waits, waited = self.chunks[chunk], list[tuple[int, int]](), 0
         if not is_backward:
             self._alive[chunk, microbatch] = _Microbatch(chunk, microbatch)
@@ -442,13 +443,13 @@ class StageCopies:
         return np.array(times, np.int64), np.array(list(sizes), np.int64)
 
 
-def _in_flight(events: Sequence[tuple[bool, int, int]], num_chunks: int) -> set[tuple[int, ...]]:
+def _in_flight(events: Sequence[Event], num_chunks: int) -> set[tuple[int, ...]]:
     """Microbatches of every chunk whose forward has run and whose backward has not, after each
     forward."""
     now, found = [0] * num_chunks, set()
-    for is_backward, chunk, _ in events:
-        now[chunk] += -1 if is_backward else 1
-        if not is_backward:
+    for direction, chunk, _ in events:
+        now[chunk] += -1 if direction == "backward" else 1
+        if direction == "forward":
             found.add(tuple(now))
     return found
 
@@ -529,8 +530,7 @@ def _replay(
     """Every stage with all its events, and when the last one ends, in ps."""
     stages = []
     for stage, chunks in enumerate(works):
-        order = zip(*(part.tolist() for part in schedule.order(stage)), strict=True)
-        stages.append(StageCopies(chunks, list(order), link))
+        stages.append(StageCopies(chunks, schedule.events(stage), link))
     slots = block(schedule, 0, num_slots(schedule))
     finish = [[0] * len(stages) for _ in range(slots.lookback + slots.shape[0])]
     for number in range(slots.shape[0]):

@@ -469,13 +469,6 @@ def _running(moment: Moment) -> tuple[int | None, int | None]:
     return (own, other) if moment.direction == "forward" else (other, own)
 
 
-def turned(moment: Moment) -> Moment:
-    """The event at the same time."""
-    assert moment.beside is not None
-    direction: Direction = "backward" if moment.direction == "forward" else "forward"
-    return replace(moment, direction=direction, chunk=moment.beside, beside=moment.chunk)
-
-
 def every_moment(profile: Profile, schedule: Schedule, stage: int) -> list[Moment]:
     """The moment of each event of a stage, under the profile's settings."""
     return p2p_tensors.every_moment(
