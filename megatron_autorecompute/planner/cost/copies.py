@@ -532,14 +532,9 @@ def _replay(
     for stage, chunks in enumerate(works):
         stages.append(StageCopies(chunks, schedule.events(stage), link))
     slots = block(schedule, 0, num_slots(schedule))
-    finish = [[0] * len(stages) for _ in range(slots.lookback + slots.shape[0])]
-    for number in range(slots.shape[0]):
-        row = slots.lookback + number
-        for stage, copies in enumerate(stages):
-            finish[row][stage] = finish[row - 1][stage]
-            event = slots.input(number, stage)
-            if event is not None:
-                arrived = 0 if event.row is None else finish[event.row][event.stage]
-                taken = 0 if event.receiver is None else finish[row - 2][event.receiver]
-                finish[row][stage] = copies.run(max(finish[row - 1][stage], arrived, taken))
-    return tuple(stages), max(finish[-1])
+    finish = [0] * (slots.lookback * len(stages))
+    waited = (slots.before, slots.made, slots.taken)
+    for slot, stands in enumerate((slots.direction >= 0).ravel().tolist()):
+        begin = max(finish[each.item(slot)] for each in waited)
+        finish.append(stages[slot % len(stages)].run(begin) if stands else begin)
+    return tuple(stages), max(finish[-len(stages) :])

@@ -64,8 +64,9 @@ def event_ends_ms(
     times, per_ms = _whole(schedule, forward_ms, backward_ms, ahead_ms)
     slots = block(schedule, 0, num_slots(schedule))
     window = np.zeros((slots.lookback, schedule.num_stages), np.int64)
-    ends = slots.table(window, *times)[slots.lookback :, 1:-1] / per_ms
-    return [ends[slots.stands[:, stage], stage] for stage in range(schedule.num_stages)]
+    ends = slots.table(window, *times)[slots.lookback :] / per_ms
+    stands = slots.direction >= 0
+    return [ends[stands[:, stage], stage] for stage in range(schedule.num_stages)]
 
 
 def step_unit(schedule: Schedule, all_ps: float) -> int:
@@ -107,7 +108,7 @@ class Part:
     @property
     def after(self) -> Ints:
         """When each stage had finished its last few slots, after the last time."""
-        following: Ints = self.table[self.block.shape[0] :, 1:-1]
+        following: Ints = self.table[self.block.shape[0] :]
         return following if self.step is None else following + (self.times - 1) * self.step
 
 
@@ -180,18 +181,10 @@ def _repeated(
 
 
 def _ahead(run: Callable[[Ints], Ints], window: Ints, step: Ints, most: int) -> int:
-    """How many of the next `most` periods take as long as the last two."""
-
-    def still(count: int) -> bool:
-        return np.array_equal(run(window + (count - 1) * step), window + count * step)
-
-    if still(most):
-        return most
-    right, wrong = 0, most
-    while wrong - right > 1:
-        middle = (right + wrong) // 2
-        right, wrong = (middle, wrong) if still(middle) else (right, middle)
-    return right
+    """How many of the next `most` periods are known to take as long as the last two."""
+    while most and not np.array_equal(run(window + (most - 1) * step), window + most * step):
+        most //= 2
+    return most
 
 
 _Place = tuple[int, int]
@@ -210,7 +203,7 @@ def critical_paths(schedule: Schedule, forward: Ints, backward: Ints) -> list[In
         forward: time of one forward, `[stage, chunk]`, as of `finished`.
         backward: the same of one backward.
     """
-    replayed = [(part, part.table[:, 1:-1]) for part in parts(schedule, forward, backward)]
+    replayed = [(part, part.table) for part in parts(schedule, forward, backward)]
     last = replayed[-1][0].after
     walks = _Walk(forward, backward, True), _Walk(forward, backward, False)
     one, other = (walk.whole(replayed, last) for walk in walks)
@@ -224,7 +217,7 @@ def one_path_each(schedule: Schedule, forward: Ints, backward: Ints) -> list[Int
     """
     found, together = [], list(parts(schedule, forward, backward))
     for i in range(forward.shape[-1]):
-        replayed = [(part, part.table[:, 1:-1, i]) for part in together]
+        replayed = [(part, part.table[..., i]) for part in together]
         walk = _Walk(forward[..., i], backward[..., i], True)
         found.append(walk.whole(replayed, together[-1].after[..., i]))
     return found
@@ -257,15 +250,12 @@ class _Walk:
         seen: dict[_Place, tuple[int, Ints]] = {}
         left = part.times
         while left:
-            if place in seen:
-                # It goes in a circle: so many rounds of it at once.
-                before, counts = seen.pop(place)
-                rounds = left // (before - left)
+            if place in seen:  # it goes in a circle: so many rounds of it at once
+                before, counts = seen[place]
+                rounds, left = divmod(left, before - left)
                 self.counts += rounds * (self.counts - counts)
-                left -= rounds * (before - left)
                 seen.clear()
-                if not left:
-                    break
+                continue
             seen[place] = left, self.counts.copy()
             if place not in known:
                 known[place] = self._once(part.block, table, place)
@@ -275,22 +265,18 @@ class _Walk:
         return place
 
     def _once(self, block: Block, table: Ints, place: _Place) -> tuple[_Place, Ints]:
-        counts = np.zeros_like(self.counts)
+        counts, columns = np.zeros_like(self.counts), block.shape[1]
         row, stage = place[0] + block.shape[0], place[1]
         while row >= block.lookback:
-            event = block.input(row - block.lookback, stage)
-            if event is not None:
-                counts[event.direction, stage, event.chunk] += 1
-                start = table.item(row, stage) - self.times[event.direction][stage][event.chunk]
-                own = table.item(row - 1, stage) == start
-                others = [(event.row, event.stage), (row - 2, event.receiver)]
-                met = [
-                    (before, by)
-                    for before, by in others
-                    if before is not None and by is not None and table.item(before, by) == start
-                ]
-                if met and not (own and self.own_first):
-                    row, stage = met[0]
-                    continue
+            slot = row - block.lookback, stage
+            direction, chunk = int(block.direction[slot]), int(block.chunk[slot])
             row -= 1
+            if direction < 0:
+                continue
+            counts[direction, stage, chunk] += 1
+            start = table[row + 1, stage] - self.times[direction][stage][chunk]
+            others = (divmod(int(each[slot]), columns) for each in (block.made, block.taken))
+            met = [other for other in others if other[1] != stage and table[other] == start]
+            if met and not (self.own_first and table[row, stage] == start):
+                row, stage = met[0]
         return (row, stage), counts
