@@ -150,7 +150,7 @@ class Machine:
             handler.on_group_commit_forward(record.name, [])
             if id(tensor) in self.out:
                 self._add(self.device, self.out[id(tensor)], -record.device_bytes)
-        self.compute.now = begin + work.forward_ps
+        self.compute.now = begin + work.times_ps[0]
         self.forwards[chunk, microbatch] = own
 
     def _backward(self, chunk, microbatch):
@@ -173,7 +173,7 @@ class Machine:
             elif asked is not None and asked < layer:
                 self._add(self.device, asked, group.record.device_bytes)
                 self._add(self.device, layer, -group.record.device_bytes)
-        self.compute.now += work.backward_ps - done
+        self.compute.now += work.times_ps[1] - done
 
 
 def moments(changes):
@@ -222,4 +222,4 @@ def test_an_infinite_link_lets_nothing_wait_and_all_bytes_leave_at_once():
     now = 0
     for _ in events:
         now = ours.run(now)
-    assert (ours.stall_ps, now) == (0, 5 * (work.forward_ps + work.backward_ps))
+    assert (ours.stall_ps, now) == (0, 5 * sum(work.times_ps))
