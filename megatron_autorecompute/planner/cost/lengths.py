@@ -12,14 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from megatron_autorecompute.errors import ProfileError
 from megatron_autorecompute.lines import Microbatch, RecordLines
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.p2p_tensors import extra_owners
-from megatron_autorecompute.planner.cost.peak_memory import stage_base
+from megatron_autorecompute.planner.cost.peak_memory import StageBytes, every_moment, stage_base
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.policy import RecomputePolicy
@@ -203,33 +201,26 @@ class Arrangement:
 
     def stage_peak(self, stage: int) -> int:
         """Peak bytes of one stage, over every event of its schedule."""
-        base = stage_base(self._profiles[0], self.layout, stage)
-        columns = [self._columns(stage, profile) for profile in self._profiles]
-        best = base.static.total_bytes + base.optimizer_step_peak_bytes
+        each = [self._stage_bytes(stage, profile) for profile in self._profiles]
+        best = each[0].base.static.total_bytes + each[0].base.optimizer_step_peak_bytes
+        owners = extra_owners(
+            self.schedule,
+            stage,
+            overlap_p2p=self.profile.overlap_p2p_comm,
+            deallocated=self.profile.deallocate_pipeline_outputs,
+        )
         in_flight: dict[tuple[int, int], int] = {}
-        deferred, runs = self.profile.deferred, 0
-        head = self.layout.num_chunks - 1 if stage == self.layout.num_stages - 1 else None
-        events = zip(self.schedule.events(stage), self._owners(stage), strict=True)
-        for event, owners in events:
-            at = event.chunk, event.microbatch
-            forward = event.direction == "forward"
-            if not forward:
-                in_flight.pop(at, None)
-            chunk = columns[event.microbatch][event.chunk]
-            boundary_bytes = self._profiles[event.microbatch].boundary_bytes
-            reach = chunk.reach_bytes(event.direction, boundary_bytes)
-            extra = sum(self._profiles[owner].boundary_bytes for owner in owners)
-            best = max(
-                best,
-                base.constant_bytes(event.direction, 0, runs)
-                + extra
-                + sum(in_flight.values())
-                + int(reach.max()),
-            )
-            if forward:
-                in_flight[at] = int(np.sum(chunk.held_bytes))
-            elif deferred and event.chunk == head:
-                runs = deferred.waiting(event.microbatch + 1)
+        nothing = (0,) * self.layout.num_chunks
+        moments = every_moment(self.profile, self.schedule, stage)
+        for moment, extra in zip(moments, owners, strict=True):
+            own, at = each[moment.microbatch], (moment.chunk, moment.microbatch)
+            in_flight.pop(at, None)
+            alone = replace(moment, in_flight=nothing, extra=0)
+            others = sum(in_flight.values())
+            others += sum(self._profiles[owner].boundary_bytes for owner in extra)
+            best = max(best, others + own.around(alone) + int(own.running(alone).bytes.max()))
+            if moment.direction == "forward":
+                in_flight[at] = own.held[moment.chunk]
         return best
 
     @cached_property
@@ -242,15 +233,7 @@ class Arrangement:
         found = {one: _bytes_at(self.profile, one, call_tokens, {}) for one in set(self.lengths)}
         return [found[one] for one in self.lengths]
 
-    def _columns(self, stage: int, profile: Profile) -> list[ChunkColumns]:
-        table = CostTable(profile)
-        chunks = self.layout.stages[stage]
-        return [ChunkColumns(chunk, table.chunk_units(chunk, self.policy)) for chunk in chunks]
-
-    def _owners(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        return extra_owners(
-            self.schedule,
-            stage,
-            overlap_p2p=self.profile.overlap_p2p_comm,
-            deallocated=self.profile.deallocate_pipeline_outputs,
-        )
+    def _stage_bytes(self, stage: int, profile: Profile) -> StageBytes:
+        table, chunks = CostTable(profile), self.layout.stages[stage]
+        columns = [ChunkColumns(chunk, table.chunk_units(chunk, self.policy)) for chunk in chunks]
+        return StageBytes(stage_base(profile, self.layout, stage), columns)
