@@ -103,7 +103,6 @@ def turned(moment: Moment) -> Moment:
 def decisive_moments(
     schedule: Schedule,
     stage: int,
-    *,
     overlap_p2p: bool = True,
     deallocated: bool = True,
     deferred: Deferred | None = None,
@@ -116,14 +115,8 @@ def decisive_moments(
     the neighbours needs as many bytes. This is frequent, because within a group of microbatches the
     counts move from one chunk to another in steps of one.
     """
-    moments = every_moment(
-        schedule.shortened(),
-        stage,
-        overlap_p2p=overlap_p2p,
-        deallocated=deallocated,
-        deferred=deferred,
-        left_out=schedule.left_out(stage),
-    )
+    short, left_out = schedule.shortened(), schedule.left_out(stage)
+    moments = every_moment(short, stage, overlap_p2p, deallocated, deferred, left_out)
     found = dict[tuple[object, ...], dict[tuple[int, ...], int]]()
     for at, moment in enumerate(moments):
         if moment.direction == "forward" or moment.beside is None:  # else it is the forward's
@@ -135,7 +128,6 @@ def decisive_moments(
 def every_moment(
     schedule: Schedule,
     stage: int,
-    *,
     overlap_p2p: bool = True,
     deallocated: bool = True,
     deferred: Deferred | None = None,
