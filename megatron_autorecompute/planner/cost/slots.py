@@ -16,7 +16,6 @@ stage never waits longer for its receiver than for what it receives.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,24 +40,15 @@ def lookback(schedule: Schedule) -> int:
     return max(schedule.stride, round_trip * (schedule.num_chunks > 1)) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """The slots that repeat: every stage does forwards of whole groups, and backwards."""
-
-    first: int
-    length: int
-    """Slots of one period."""
-    periods: int
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> Steady:
-        """The slots of a schedule; without periods where it is too short for one."""
-        p, v, m = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
-        size = schedule.group_size if v > 1 else 1
-        length = 2 * size * v if v > 1 else 2 * max(p, 8)
-        first = first_backward(schedule) + schedule.stride * (p - 1)
-        last = 2 * v * (m - m % size)
-        return cls(first, length, max(0, (last - first) // length))
+def steady(schedule: Schedule) -> tuple[int, int, int]:
+    """The slots that repeat, in which every stage does forwards of whole groups, and backwards: the
+    first one, how many a period has, and the periods; none where the schedule is too short."""
+    p, v, m = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
+    size = schedule.group_size if v > 1 else 1
+    length = 2 * size * v if v > 1 else 2 * max(p, 8)
+    first = first_backward(schedule) + schedule.stride * (p - 1)
+    last = 2 * v * (m - m % size)
+    return first, length, max(0, (last - first) // length)
 
 
 class Block:

@@ -26,7 +26,7 @@ import numpy as np
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost import Floats, Ints
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.cost.slots import Block, Steady, block, lookback, num_slots
+from megatron_autorecompute.planner.cost.slots import Block, block, lookback, num_slots, steady
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 
 MOST = 1 << 61
@@ -116,19 +116,19 @@ def parts(
     schedule: Schedule, forward: Ints, backward: Ints, ahead: Ints | None = None
 ) -> Iterator[Part]:
     """A replay in order; arguments as of `finished`."""
-    steady = Steady.of(schedule)
+    steady_first, length, periods = steady(schedule)
     shape = (lookback(schedule), schedule.num_stages, *forward.shape[2:])
     window, slot = np.zeros(shape, np.int64), 0
-    if steady.periods >= _FEW_PERIODS:
-        first = block(schedule, 0, steady.first)
+    if periods >= _FEW_PERIODS:
+        first = block(schedule, 0, steady_first)
         part = Part(first, first.table(window, forward, backward, ahead))
         window = part.after
         yield part
-        period = block(schedule, steady.first, steady.length)
-        for part in _repeated(period, window, (forward, backward, ahead), steady.periods):
+        period = block(schedule, steady_first, length)
+        for part in _repeated(period, window, (forward, backward, ahead), periods):
             window = part.after
             yield part
-        slot = steady.first + steady.periods * steady.length
+        slot = steady_first + periods * length
     rest = block(schedule, slot, num_slots(schedule) - slot)
     yield Part(rest, rest.table(window, forward, backward, ahead))
 
