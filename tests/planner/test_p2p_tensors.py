@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from megatron_autorecompute.planner.cost.p2p_tensors import (
     decisive_moments,
     every_moment,
-    extra_tensors,
+    extra_owners,
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.profile import Deferred
@@ -33,7 +33,7 @@ def test_leaving_out_implied_moments_never_lowers_the_peak(p, v, groups, sizes):
         rows = zip(
             schedule.events(stage),
             in_flight(schedule, stage),
-            extra_tensors(schedule, stage),
+            map(len, extra_owners(schedule, stage)),
             strict=True,
         )
         assert max(
@@ -84,7 +84,7 @@ def test_many_microbatches_have_the_loads_of_a_plain_count_of_all_events(
     )  # events side by side: test_beside
     for stage in range(schedule.num_stages):
         settings = {"overlap_p2p": overlap_p2p, "deallocated": deallocated}
-        extra = extra_tensors(schedule, stage, **settings)
+        extra = map(len, extra_owners(schedule, stage, **settings))
         events = schedule.events(stage)
         first = {}
         waiting = map(tuple, in_flight(schedule, stage))
