@@ -17,7 +17,7 @@ any one path never take longer than the step, and the counts of `critical_paths`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,11 @@ import numpy as np
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost import Floats, Ints
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.cost.slots import Block, block, lookback, num_slots, steady
+from megatron_autorecompute.planner.cost.slots import Block, block, num_slots, steady
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 
 MOST = 1 << 61
 """Sums of times stay below this."""
-_FEW_PERIODS = 4
 
 
 def replay_ms(
@@ -115,22 +114,32 @@ class Part:
 def parts(
     schedule: Schedule, forward: Ints, backward: Ints, ahead: Ints | None = None
 ) -> Iterator[Part]:
-    """A replay in order; arguments as of `finished`."""
-    steady_first, length, periods = steady(schedule)
-    shape = (lookback(schedule), schedule.num_stages, *forward.shape[2:])
-    window, slot = np.zeros(shape, np.int64), 0
-    if periods >= _FEW_PERIODS:
-        first = block(schedule, 0, steady_first)
-        part = Part(first, first.table(window, forward, backward, ahead))
-        window = part.after
+    """A replay in order; arguments as of `finished`. Periods that are known to take what the two
+    before them took are one part."""
+    times = forward, backward, ahead
+    first, length, periods = steady(schedule)
+    begin, end = block(schedule, 0, first), first + periods * length
+    window = np.zeros((begin.lookback, schedule.num_stages, *forward.shape[2:]), np.int64)
+    part, step, done = Part(begin, begin.table(window, *times)), None, 0
+    yield part
+    while done < periods:
+        period, window, before = block(schedule, first, length), part.after, step
+        part = Part(period, period.table(window, *times))
         yield part
-        period = block(schedule, steady_first, length)
-        for part in _repeated(period, window, (forward, backward, ahead), periods):
-            window = part.after
-            yield part
-        slot = steady_first + periods * length
-    rest = block(schedule, slot, num_slots(schedule) - slot)
-    yield Part(rest, rest.table(window, forward, backward, ahead))
+        step, done = part.after - window, done + 1
+        if before is not None and done < periods and np.array_equal(step, before):
+            window, more = part.after, periods - done
+            # Half as many until the last of them takes as long.
+            while more and not np.array_equal(
+                period.run(window + (more - 1) * step, *times), window + more * step
+            ):
+                more //= 2
+            if more:
+                part = Part(period, period.table(window, *times), step, more)
+                yield part
+                step, done = None, done + more
+    rest = block(schedule, end, num_slots(schedule) - end)
+    yield Part(rest, rest.table(part.after, *times))
 
 
 def _times(schedule: Schedule, times: Sequence[Sequence[float]] | Floats, name: str) -> Floats:
@@ -159,32 +168,6 @@ def _whole(
 
 def _rounded(values: Floats) -> Ints:
     return np.rint(values).astype(np.int64)
-
-
-def _repeated(
-    period: Block, window: Ints, times: tuple[Ints, Ints, Ints | None], periods: int
-) -> Iterator[Part]:
-    """So many periods; those that are known to take what the two before them took are one part."""
-    done, before = 0, None
-    while done < periods:
-        part = Part(period, period.table(window, *times))
-        yield part
-        step, window, done = part.after - window, part.after, done + 1
-        if before is None or done == periods or not np.array_equal(step, before):
-            before = step
-            continue
-        ahead = _ahead(lambda now: period.run(now, *times), window, step, periods - done)
-        if ahead:
-            yield Part(period, period.table(window, *times), step, ahead)
-        window, done = window + ahead * step, done + ahead
-        before = None if ahead else step
-
-
-def _ahead(run: Callable[[Ints], Ints], window: Ints, step: Ints, most: int) -> int:
-    """How many of the next `most` periods are known to take as long as the last two."""
-    while most and not np.array_equal(run(window + (most - 1) * step), window + most * step):
-        most //= 2
-    return most
 
 
 _Place = tuple[int, int]
