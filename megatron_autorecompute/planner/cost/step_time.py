@@ -187,9 +187,7 @@ def critical_paths(schedule: Schedule, forward: Ints, backward: Ints) -> list[In
         backward: the same of one backward.
     """
     replayed = [(part, part.table) for part in parts(schedule, forward, backward)]
-    last = replayed[-1][0].after
-    walks = _Walk(forward, backward, True), _Walk(forward, backward, False)
-    one, other = (walk.whole(replayed, last) for walk in walks)
+    one, other = (_Walk(forward, backward, own).whole(replayed) for own in (True, False))
     return [one] if np.array_equal(one, other) else [one, other]
 
 
@@ -201,8 +199,7 @@ def one_path_each(schedule: Schedule, forward: Ints, backward: Ints) -> list[Int
     found, together = [], list(parts(schedule, forward, backward))
     for i in range(forward.shape[-1]):
         replayed = [(part, part.table[..., i]) for part in together]
-        walk = _Walk(forward[..., i], backward[..., i], True)
-        found.append(walk.whole(replayed, together[-1].after[..., i]))
+        found.append(_Walk(forward[..., i], backward[..., i], True).whole(replayed))
     return found
 
 
@@ -214,9 +211,10 @@ class _Walk:
         self.times = (forward.tolist(), backward.tolist())
         self.counts = np.zeros((2, *forward.shape), np.int64)
 
-    def whole(self, replayed: Sequence[tuple[Part, Ints]], last: Ints) -> Ints:
+    def whole(self, replayed: Sequence[tuple[Part, Ints]]) -> Ints:
         """The paths from the end of a replay to its beginning; `[direction, stage, chunk]`."""
-        place = last.shape[0] - 1, int(last[-1].argmax())
+        last, finish = replayed[-1]
+        place = last.block.lookback - 1, int(finish[-1].argmax())
         for part, table in reversed(replayed):
             place = self.through(part, table, place)
         return self.counts
