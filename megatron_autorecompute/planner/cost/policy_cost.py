@@ -214,8 +214,11 @@ class PolicyCosts:
     def _of(self, policy: RecomputePolicy) -> PolicyCost:
         policy.checked_length(self.profile.num_layers, "The policy")
         units = self.units(policy)
-        step = self.copies(policy)
-        peaks = {bound: self._peaks(bound, policy, step) for bound in self._tables}
+        step, stages = self.copies(policy), range(self.layout.num_stages)
+        peaks = {
+            bound: [self._peak(stage, policy, bound, step) for stage in stages]
+            for bound in self._tables
+        }
         cost = self._with_times(units, peaks, step)
         both_ms = self._both_ms(policy)
         if both_ms is None:
@@ -279,18 +282,12 @@ class PolicyCosts:
             return None
         return offloaded_step(self.schedule, units, self._residual.both, host_link(self.profile))
 
-    def _peaks(
-        self, bound: Bound, policy: RecomputePolicy, step: OffloadedStep | None
-    ) -> list[Peak]:
-        stages = range(self.layout.num_stages)
-        if step is None:
-            return [self.peak_alone(stage, policy, bound) for stage in stages]
-        return [self._peak_with(step, stage, policy, bound) for stage in stages]
-
-    def _peak_with(
-        self, step: OffloadedStep, stage: int, policy: RecomputePolicy, bound: Bound
+    def _peak(
+        self, stage: int, policy: RecomputePolicy, bound: Bound, step: OffloadedStep | None
     ) -> Peak:
-        """The peak of a stage with the copies of a step."""
+        """The peak of a stage, with the copies of a step."""
+        if step is None:
+            return self.peak_alone(stage, policy, bound)
         moments = every_moment(self.profile, step.schedule, stage)
         base, columns = self._base(stage, bound), self._columns(stage, policy, bound)
         return stage_peak(base, stage, columns, moments, step.stages[stage])
