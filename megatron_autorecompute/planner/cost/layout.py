@@ -154,7 +154,7 @@ class Layout:
                 "one of the three; keep one."
             )
         if layout is not None:
-            found = cls._read(layout, pp, vp)
+            found = cls.parse(layout, pp, vp)
             counts = found.num_layers, found.mtp_num_layers
             if counts != (num_layers, mtp_num_layers):
                 raise PipelineError(
@@ -208,18 +208,14 @@ class Layout:
         )
 
     @classmethod
-    def parse(cls, text: str, pp: int, vp: int | None = None) -> Layout:
-        """Read a layout such as `Et*3|(tt|)*6mL` (E embedding, t layer, m MTP depth, L loss).
+    def parse(cls, layout: str | Sequence[Sequence[str]], pp: int, vp: int | None = None) -> Layout:
+        """Read a layout such as `Et*3|(tt|)*6mL` (E embedding, t layer, m MTP depth, L loss), or
+        the names of layers of every chunk.
 
         `|` separates chunks in model order, `*n` repeats a symbol or a parenthesis, commas are
         ignored. Raises PipelineError if Megatron refuses the text. Source: the class
         `PipelineParallelLayerLayout` in `pipeline_parallel_layer_layout.py`.
         """
-        return cls._read(text, pp, vp)
-
-    @classmethod
-    def _read(cls, layout: str | Sequence[Sequence[str]], pp: int, vp: int | None) -> Layout:
-        """Build from the text, or from the names of layers of every chunk."""
         check_at_least(1, pp=pp, vp=1 if vp is None else vp)
         if isinstance(layout, str):
             rows = _unroll(layout).split("|")
