@@ -195,7 +195,7 @@ class Arrangement:
             alone = replace(moment, in_flight=nothing, extra=0)
             others = sum(in_flight.values())
             others += sum(self._profiles[owner].boundary_bytes for owner in extra)
-            best = max(best, others + own.around(alone) + int(own.running(alone).bytes.max()))
+            best = max(best, others + own.most(alone))
             if moment.direction == "forward":
                 in_flight[at] = own.held[moment.chunk]
         return best

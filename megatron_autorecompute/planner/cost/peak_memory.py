@@ -299,6 +299,10 @@ class StageBytes:
         in_flight: int = sum(map(mul, moment.in_flight, self.held))
         return self.constant(moment) + in_flight + self.kept(moment)
 
+    def most(self, moment: Moment) -> int:
+        """The most at any point of a moment."""
+        return self.around(moment) + max(self.running(moment).most_bytes.values())
+
     def running(self, moment: Moment) -> Running:
         """What is there besides while units run."""
         forward, backward = _running(moment)
@@ -386,10 +390,10 @@ def stage_peak(
     most = base.static.total_bytes + base.optimizer_step_peak_bytes
     best: tuple[Moment, int, int] | None = None
     for number, moment in enumerate(moments):
-        running, around = own.running(moment), own.around(moment)
         copied = copies.during(number) if copies else 0
-        if around + max(running.most_bytes.values()) + copied <= most:
+        if own.most(moment) + copied <= most:
             continue
+        running, around = own.running(moment), own.around(moment)
         by_point = np.full(len(running.points), copied)
         if copied and copies and not moment.in_parts:
             is_backward = moment.direction == "backward"
@@ -428,22 +432,12 @@ def _named(own: StageBytes, stage: int, moment: Moment, point: int) -> str:
 def _with_graphs(own: StageBytes, moments: Sequence[Moment]) -> tuple[int, int]:
     """The most outside the pool of CUDA graphs, and the most in it, which nothing else can use."""
     base = own.base
-    pool = [chunk.in_graphs() for chunk in own.columns]
-    rest = [chunk.outside_graphs(base.boundary_bytes) for chunk in own.columns]
-    outside: int = max(
-        own.constant(moment) + _activations(rest, moment, base.boundary_bytes) for moment in moments
-    )
-    outside = max(outside, base.static.total_bytes + base.optimizer_step_peak_bytes)
-    pooled = max(_activations(pool, moment, 0) for moment in moments)
-    return outside, pooled
-
-
-def _activations(columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes: int) -> int:
-    """The most that units hold and need while an event runs."""
-    held = [int(chunk.held_bytes.sum()) for chunk in columns]
-    reach = columns[moment.chunk].reach_bytes(moment.direction, boundary_bytes)
-    waiting: int = sum(map(mul, moment.in_flight, held))
-    return waiting + int(reach.max())
+    pool = StageBytes(replace(base, boundary_bytes=0), [each.in_graphs() for each in own.columns])
+    outside = [each.outside_graphs(base.boundary_bytes) for each in own.columns]
+    rest = StageBytes(base, outside)
+    least = base.static.total_bytes + base.optimizer_step_peak_bytes
+    pooled = max(pool.most(moment) - pool.constant(moment) for moment in moments)
+    return max(least, *map(rest.most, moments)), pooled
 
 
 def _running(moment: Moment) -> tuple[int | None, int | None]:
