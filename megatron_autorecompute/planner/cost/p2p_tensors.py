@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
@@ -34,14 +33,8 @@ _Place = tuple[int, int]
 """(chunk, microbatch)"""
 
 
-class BoundaryTensor(NamedTuple):
-    """A tensor of one forward or backward."""
-
-    sort: Sort
-    chunk: int
-    microbatch: int
-
-
+BoundaryTensor = tuple[Sort, int, int]
+"""A tensor of one forward or backward: its sort, the chunk and the microbatch."""
 Alive = tuple[frozenset[BoundaryTensor], ...]
 """At each event the boundary tensors that belong to no layer."""
 
@@ -82,7 +75,7 @@ def _one_chunk(
     last: int | None = None
     for event in schedule.events(stage):
         sorts = in_forward if event.direction == "forward" else in_backward
-        found = () if last is None else (BoundaryTensor(sort, 0, last) for sort in sorts)
+        found = () if last is None else ((sort, 0, last) for sort in sorts)
         yield frozenset(found)
         last = last if event.direction == "forward" else event.microbatch
 
@@ -113,7 +106,7 @@ class _Interleaved:
     def events(self) -> Iterator[frozenset[BoundaryTensor]]:
         """What is alive at each event."""
         if not self.is_first:
-            self.waiting.add(BoundaryTensor("input", *self.forwards[0]))
+            self.waiting.add(("input", *self.forwards[0]))
         for k in range(self.warmup):
             yield self._forward(k)
             self._receive_input(k)
@@ -130,7 +123,7 @@ class _Interleaved:
             self._end_of_iteration(k)
         early = set(self.waiting)
         for j in range(self.steady, len(self.backwards)):
-            gradient = BoundaryTensor("output grad", *self.backwards[j])
+            gradient = ("output grad", *self.backwards[j])
             if self.overlap and self.steady and gradient in early:
                 self.bound["recv_next_wait_handle"] = gradient
             yield self._backward(j)
@@ -144,11 +137,11 @@ class _Interleaved:
 
     def _backward(self, j: int) -> frozenset[BoundaryTensor]:
         place = self.backwards[j]
-        gradient = BoundaryTensor("output grad", *place)
+        gradient: BoundaryTensor = ("output grad", *place)
         self.waiting.discard(gradient)
         self.own.add(gradient)
         alive = self._alive()
-        self.own -= {gradient, self._input("input", place), BoundaryTensor("output", *place)}
+        self.own -= {gradient, self._input("input", place), ("output", *place)}
         self.done.add(place)
         self.bound["input_tensor_grad"] = self._input("input grad", place)
         if self.overlap and j < self.steady:
@@ -159,10 +152,16 @@ class _Interleaved:
         return alive
 
     def _alive(self) -> frozenset[BoundaryTensor]:
-        held = [each for each in {*self.waiting, *self.bound.values()} - self.own if each]
+        alive = {*self.waiting, *self.bound.values()}
+        alive -= self.own
+        held = [each for each in alive if each]
         # The `.grad` of an input whose backward has run is alive as long as the input.
-        done = (each for each in held if each.sort == "input" and each[1:] in self.done)
-        return frozenset((*held, *(BoundaryTensor("input grad", *each[1:]) for each in done)))
+        held += [
+            ("input grad", *each[1:])
+            for each in held
+            if each[0] == "input" and each[1:] in self.done
+        ]
+        return frozenset(held)
 
     def _end_of_iteration(self, k: int) -> None:
         """The output's graph holds the input."""
@@ -174,7 +173,7 @@ class _Interleaved:
     def _receive_input(self, k: int) -> None:
         """What is received after forward k."""
         place = self._received(self.forwards, k, self.is_first, 1)
-        tensor = BoundaryTensor("input", *place) if place else None
+        tensor: BoundaryTensor | None = ("input", *place) if place else None
         self.waiting.add(tensor)
         if self.overlap and k >= self.warmup:
             self._fill("fwd_recv_buffer", k, tensor, self.is_first)
@@ -184,7 +183,7 @@ class _Interleaved:
     def _receive_gradient(self, j: int) -> None:
         """What is received after backward j, or before the first one."""
         place = self._received(self.backwards, j, self.is_last, -1)
-        tensor = BoundaryTensor("output grad", *place) if place else None
+        tensor: BoundaryTensor | None = ("output grad", *place) if place else None
         self.waiting.add(tensor)
         if j < 0 and not self.steady:
             return  # in no variable
@@ -214,13 +213,13 @@ class _Interleaved:
 
     def _input(self, sort: Sort, place: _Place) -> BoundaryTensor | None:
         """None where the model begins."""
-        return None if self.is_first and place[0] == 0 else BoundaryTensor(sort, *place)
+        return None if self.is_first and place[0] == 0 else (sort, *place)
 
     def _output(self, k: int) -> BoundaryTensor | None:
         """None for the loss."""
         chunk, microbatch = self.forwards[k]
         is_loss = self.is_last and chunk == self.schedule.num_chunks - 1
-        return None if is_loss else BoundaryTensor("output", chunk, microbatch)
+        return None if is_loss else ("output", chunk, microbatch)
 
 
 @lru_cache(maxsize=1024)
@@ -229,7 +228,7 @@ def extra_owners(
 ) -> tuple[tuple[int, ...], ...]:
     """The microbatch of each tensor of `bound_tensors`, at each event; the same arguments."""
     alive = bound_tensors(schedule, stage, overlap_p2p, deallocated)
-    return tuple(tuple(tensor.microbatch for tensor in each) for each in alive)
+    return tuple(tuple(microbatch for _, _, microbatch in each) for each in alive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,12 +301,15 @@ def decisive_moments(
     """
     short, left_out = schedule.shortened(), schedule.left_out(stage)
     moments = every_moment(short, stage, overlap_p2p, deallocated, deferred, left_out)
-    found = dict[tuple[object, ...], dict[tuple[int, ...], int]]()
+    found = dict[tuple[object, ...], list[tuple[int, ...]]]()
+    first = dict[tuple[object, ...], int]()
     for at, moment in enumerate(moments):
         if moment.direction == "forward" or moment.beside is None:  # else it is the forward's
             event = moment.direction, moment.chunk, moment.beside
-            found.setdefault(event, {}).setdefault(moment.counts, at)
-    return tuple(moments[at] for at in sorted(chain(*map(_decisive, found.values()))))
+            found.setdefault(event, []).append(moment.counts)
+            first.setdefault((event, moment.counts), at)
+    kept = sorted(first[event, own] for event in found for own in _decisive(found[event]))
+    return tuple(moments[at] for at in kept)
 
 
 def every_moment(
@@ -374,11 +376,11 @@ def _overlapped(
     for chunk, ran in enumerate(done):
         idle.append(int(bool(ran) and not moment.in_flight[chunk] and chunk != backward))
         last = next(reversed(ran), 0)
-        of_it = {BoundaryTensor(sort, chunk, last) for sort in ("input", "sent")}
+        of_it = {(sort, chunk, last) for sort in ("input", "sent")}
         apart.append(idle[-1] * (2 - len(of_it & alive[0])))
     if moment.beside is not None:
         extra -= not (is_last and moment.beside == len(done) - 1)
-        late = max(sum(one.sort != "sent" for one in each) for each in alive[1:]) - extra
+        late = max(sum(sort != "sent" for sort, *_ in each) for each in alive[1:]) - extra
     return replace(moment, extra=extra, idle=tuple(idle), idle_apart=tuple(apart), late=late)
 
 
@@ -407,13 +409,18 @@ def _deferring(
     return replace(moment, extra=extra, deferred=deferred.waiting(len(done) + before))
 
 
-def _decisive(moments: Mapping[tuple[int, ...], int]) -> list[int]:
-    """Of moments by their counts, those of neither sort."""
-    counts = np.array(list(moments))
-    reached = ~np.eye(len(counts), dtype=np.bool_)  # the counts of which by which others
-    for column in counts.T:
+def _decisive(counts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Of the counts of moments those of neither sort."""
+    own = np.array(list(dict.fromkeys(_without_passages(counts))))
+    reached = ~np.eye(len(own), dtype=np.bool_)  # the counts of which by which others
+    for column in own.T:
         reached &= column[:, None] <= column
-    rows = counts[~reached.any(axis=1)]
-    between = np.zeros(len(rows), np.bool_)
-    between[1:-1] = np.all(2 * rows[1:-1] <= rows[:-2] + rows[2:], axis=1)
-    return [moments[tuple(row)] for row in rows[~between].tolist()]
+    return _without_passages([tuple(row) for row in own[~reached.any(axis=1)].tolist()])
+
+
+def _without_passages(counts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """The counts that are not at most the mean of their two neighbours."""
+    own = np.array(counts)
+    between = np.zeros(len(own), np.bool_)
+    between[1:-1] = np.all(2 * own[1:-1] <= own[:-2] + own[2:], axis=1)
+    return [row for row, is_between in zip(counts, between.tolist(), strict=True) if not is_between]
