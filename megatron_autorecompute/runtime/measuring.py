@@ -218,7 +218,7 @@ class Measuring:
         room = []
         budgets = self.decisions.found_budgets()
         for stage, (low, high) in enumerate(zip(lean, budgets, strict=True)):
-            in_flight = int(schedule.in_flight(stage).sum(axis=1).max()) + 1
+            in_flight = schedule.warmup(stage) + 1
             room.append(max(0, high - low) // (most_held * in_flight))
         return room
 

@@ -164,7 +164,7 @@ def test_the_parent_needs_no_megatron_and_without_cuda_no_torch():
         (["--seed", "-1"], 9, "--seed -1: it must be from 0 to"),
         (["--pipeline-stages", "9000", "--num-layers", "9000"], 7, "processes take 2250.00 GiB"),
         (["--output", "LICENSE/x"], 7, "Cannot make the output folder LICENSE/x"),
-        ([f"{PATTERN}=-*-"], 8, "3 of its 3 layers cannot be divided evenly"),
+        ([f"{PATTERN}=-*-"], 8, "3 of 3 layers cannot be divided evenly"),
         ([f"{PATTERN}=*-|X"], 8, "'X' at position 3 is no layer"),
         ([f"{PATTERN}=*|-|*|-"], 8, "do not make 2 stages of 1 chunks"),
         ([f"{PATTERN}=*-|M"], 7, "'M' at position 3 (mamba) runs kernels that are not installed"),

@@ -123,9 +123,9 @@ class Machine:
             stream.now = 0
         self.out, self.asked, self.forwards = {}, {}, {}
         self.device, ends = {}, []
-        for (is_backward, chunk, microbatch), gap in zip(self.events, gaps, strict=True):
+        for (direction, chunk, microbatch), gap in zip(self.events, gaps, strict=True):
             begin = self.compute.now = self.compute.now + gap
-            if is_backward:
+            if direction == "backward":
                 self._backward(chunk, microbatch)
             else:
                 self._forward(chunk, microbatch, begin)
@@ -150,7 +150,7 @@ class Machine:
             handler.on_group_commit_forward(record.name, [])
             if id(tensor) in self.out:
                 self._add(self.device, self.out[id(tensor)], -record.device_bytes)
-        self.compute.now = begin + work.forward_ps
+        self.compute.now = begin + work.times_ps[0]
         self.forwards[chunk, microbatch] = own
 
     def _backward(self, chunk, microbatch):
@@ -173,7 +173,7 @@ class Machine:
             elif asked is not None and asked < layer:
                 self._add(self.device, asked, group.record.device_bytes)
                 self._add(self.device, layer, -group.record.device_bytes)
-        self.compute.now += work.backward_ps - done
+        self.compute.now += work.times_ps[1] - done
 
 
 def moments(changes):
@@ -194,7 +194,7 @@ def _compared(monkeypatch, rng):
     schedule = Schedule(p, v, p * rng.randint(1, 3) if v > 1 else rng.randint(1, 6))
     stage, works = rng.randrange(p), random_works(rng, v)
     link = HostLink(rng.choice([0.5, 2, 9]), rng.choice([0.5, 2, 9]), 0)
-    events = list(zip(*(part.tolist() for part in schedule.order(stage)), strict=True))
+    events = schedule.events(stage)
     gaps = [rng.choice([0, 0, rng.randint(0, 9_000)]) for _ in events]
     machine = Machine(monkeypatch, works, events, link, stage)
     machine.step(gaps)
@@ -216,10 +216,10 @@ def test_an_infinite_link_lets_nothing_wait_and_all_bytes_leave_at_once():
         Unit(f"{i}", (i,), 0, 0, 0, 9_000, 18_000, offload_groups=groups(rng)) for i in range(4)
     ]
     work, link = ChunkWork.of(units), HostLink(1e6, 1e6, 0)
-    events = list(zip(*(part.tolist() for part in Schedule(3, 1, 5).order(0)), strict=True))
+    events = Schedule(3, 1, 5).events(0)
     ours = StageCopies([work], events, link)
     assert ours.stall_ps == 0
     now = 0
     for _ in events:
         now = ours.run(now)
-    assert (ours.stall_ps, now) == (0, 5 * (work.forward_ps + work.backward_ps))
+    assert (ours.stall_ps, now) == (0, 5 * sum(work.times_ps))

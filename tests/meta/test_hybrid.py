@@ -226,7 +226,7 @@ def test_plans_are_what_megatrons_schedule_does(monkeypatch, pattern, fields):
     ("pattern", "fields", "said"),
     [
         ("M-X*", {}, "'X' at position 2 is no layer"),
-        ("M-*", {"num_layers": 4}, "has 3 layers, num_layers is 4: layer 3 has no symbol"),
+        ("M-*", {"num_layers": 4}, "num_layers is 4. Set it to 3"),
         ("M-[*-]", {}, "'[' at position 2: groups of layers"),
         ("-M", {"use_mamba_mem_eff_path": False}, "use_mamba_mem_eff_path false"),
         (

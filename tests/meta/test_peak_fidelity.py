@@ -20,11 +20,12 @@ from benchmarks.peak_fidelity import (
     stages_of,
     with_table,
 )
-from megatron_autorecompute.planner.cost.p2p_tensors import extra_tensors
+from megatron_autorecompute.planner.cost.p2p_tensors import extra_owners
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from testing.ranks import fresh_processes
 from tests.meta.boundary_tensors import boundary_tensors
 from tests.planner.definitions import COUNTED
+from tests.planner.moments import in_flight
 from tests.support import tiny_config
 
 pytestmark = pytest.mark.any_version
@@ -108,28 +109,32 @@ def counted(schedule, stage, overlap, deallocated):
         bf16=True,
     )
     found = []
-    for tensors, in_flight in zip(
+    for tensors, waiting in zip(
         boundary_tensors(config, stage, schedule.num_microbatches),
-        schedule.in_flight(stage).tolist(),
+        in_flight(schedule, stage),
         strict=True,
     ):
-        in_flight[tensors.chunk] += tensors.phase == "backward"
+        waiting[tensors.chunk] += tensors.phase == "backward"
         if stage == schedule.num_stages - 1:
-            in_flight[-1] = 0
-        found.append(tensors.extra - (0 if deallocated else sum(in_flight)))
+            waiting[-1] = 0
+        found.append(tensors.extra - (0 if deallocated else sum(waiting)))
     return tuple(found)
 
 
 def differing(p, v, m, group):
     """Settings and stages where the replay counts other tensors than Megatron's schedule has."""
     schedule = Schedule(p, v, m, group)
+
+    def replayed(stage, overlap, deallocated):
+        owners = extra_owners(schedule, stage, overlap_p2p=overlap, deallocated=deallocated)
+        return tuple(map(len, owners))
+
     return [
         (stage, overlap, deallocated)
         for overlap in ((True, False) if v > 1 else (False,))
         for deallocated in (True, False)
         for stage in range(p)
-        if counted(schedule, stage, overlap, deallocated)
-        != extra_tensors(schedule, stage, overlap_p2p=overlap, deallocated=deallocated)
+        if counted(schedule, stage, overlap, deallocated) != replayed(stage, overlap, deallocated)
     ]
 
 

@@ -30,3 +30,14 @@ def timeline(profile, layout, schedule, policy, stage):
             split = own.breakdown(moment, max(points, key=running.bytes.__getitem__))
             moments.append((f"{name}, microbatch {event.microbatch}", split))
     return moments
+
+
+def in_flight(schedule, stage):
+    """The microbatches of each chunk in flight at each event, its own not counted; those of events
+    beside it are."""
+    tally, found = [0] * schedule.num_chunks, []
+    for event in schedule.events(stage):
+        tally[event.chunk] -= event.direction == "backward"
+        found.append(list(tally))
+        tally[event.chunk] += event.direction == "forward"
+    return found

@@ -29,7 +29,7 @@ def test_a_pattern_has_segments_families_and_depths():
         ("*-/*|-", "'|' at position 4 is within an MTP depth"),
         ("M*-+", "'*' at position 1 and '+' at position 3"),
         ("M-/*D", "'*' at position 3 and 'D' at position 4"),
-        ("*-/*-/**", "MTP depth 1, at position 6, is '**', and depth 0 is '*-'"),
+        ("*-/*-/**", "MTP depth 1 is '**', and depth 0 is '*-'"),
         ("|/*-", "has no layers before the first /"),
     ],
 )
@@ -42,9 +42,9 @@ def test_what_megatron_does_not_build_is_refused_by_position_and_symbol(pattern,
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
-        ((3, 0), "has 4 layers, num_layers is 3: symbol '-' is layer 3"),
-        ((6, 0), "num_layers is 6: layer 4 has no symbol; the last is '-'"),
-        ((4, 1), "has 0 MTP depths (after /), mtp_num_layers is 1"),
+        ((3, 0), "num_layers is 3. Set it to 4"),
+        ((6, 0), "has 4 layers and 0 MTP depths (after /); num_layers is 6. Set it to 4"),
+        ((4, 1), "0 MTP depths (after /); mtp_num_layers is 1. Set it to 0"),
     ],
 )
 def test_a_pattern_of_other_numbers_than_the_config_is_refused(numbers, said):
@@ -58,17 +58,17 @@ def test_a_pattern_of_other_numbers_than_the_config_is_refused(numbers, said):
     [
         (
             lambda: layout("*-|*-|*-", 2),
-            "3 segments (| at position 2, 5), which do not make 2 stages. Write a multiple of 2.",
+            "3 segments, separated by |, which do not make 2 stages. Write a multiple of 2.",
         ),
         (
             lambda: layout("*-|*-", 2, 2),
-            "has 2 segments (| at position 2), which do not make 2 stages of 2 chunks. Write 4.",
+            "has 2 segments, separated by |, which do not make 2 stages of 2 chunks. Write 4.",
         ),
         (
             lambda: check_flags(
                 SimpleNamespace(hybrid_layer_pattern="*-||*-/*", pipeline_model_parallel_size=2)
             ),
-            "3 segments (| at position 2, 3), which do not make 2 stages. Write a multiple of 2.",
+            "3 segments, separated by |, which do not make 2 stages. Write a multiple of 2.",
         ),
         (lambda: layout("*-*-", 2, 2), "has no |, so Megatron builds one chunk per stage"),
         (
@@ -77,7 +77,7 @@ def test_a_pattern_of_other_numbers_than_the_config_is_refused(numbers, said):
         ),
         (
             lambda: layout("*-*", 2),
-            "3 of its 3 layers cannot be divided evenly among 2 of 2",
+            "3 of 3 layers cannot be divided evenly among 2 of 2",
         ),
     ],
 )

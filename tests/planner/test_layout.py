@@ -84,21 +84,24 @@ REFUSED = [
     (lambda: placed(8, 0), "pp is 0"),
     (lambda: placed(8, 2, 0), "vp is 0"),
     (lambda: placed(8, 2, mtp_num_layers=-1), "mtp_num_layers is -1"),
-    (lambda: placed(10, 4), "10 layers cannot be divided evenly among 4 stages"),
+    (lambda: placed(10, 4), "10 of 10 layers cannot be divided evenly among 4 of 4 stages"),
     (lambda: placed(8, 4, 4), "2 layers of a stage cannot be divided evenly among 4 chunks"),
     (lambda: placed(8, 1, 2), "2 chunks on a single stage"),
-    (lambda: placed(7, 4, num_layers_in_first_pipeline_stage=2), "5 middle layers cannot be"),
-    (lambda: placed(8, 4, num_layers_in_first_pipeline_stage=0), "pipeline_stage is 0"),
+    (
+        lambda: placed(7, 4, num_layers_in_first_pipeline_stage=2),
+        "5 of 7 layers cannot be divided evenly among 3 of 4",
+    ),
+    (lambda: placed(8, 4, num_layers_in_first_pipeline_stage=0), "8 of 8 layers cannot be"),
     (
         lambda: placed(8, 4, num_layers_in_last_pipeline_stage=8),
-        "0 of 8 layers are left for 3 of 4",
+        "0 of 8 layers cannot be divided evenly among 3 of 4",
     ),
-    (lambda: placed(8, 4, num_layers_in_last_pipeline_stage=11), "-3 of 8 layers are left"),
+    (lambda: placed(8, 4, num_layers_in_last_pipeline_stage=11), "-3 of 8 layers cannot"),
     (
         lambda: placed(
             8, 1, num_layers_in_first_pipeline_stage=4, num_layers_in_last_pipeline_stage=4
         ),
-        "for -1 of 1 stages",
+        "among -1 of 1 stages",
     ),
     (
         lambda: placed(

@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 from megatron_autorecompute.planner.cost.p2p_tensors import (
     decisive_moments,
     every_moment,
-    extra_tensors,
+    extra_owners,
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.profile import Deferred
+from tests.planner.moments import in_flight
 from tests.planner.random_schedules import schedules
 
 
@@ -25,20 +26,20 @@ def test_leaving_out_implied_moments_never_lowers_the_peak(p, v, groups, sizes):
     schedule = Schedule(p, v, p * groups)
     for stage in range(p):
 
-        def total(kind, chunk, in_flight, extra):
-            waiting = sum(n * size for n, size in zip(in_flight, sizes, strict=False))
+        def total(kind, chunk, counts, extra):
+            waiting = sum(n * size for n, size in zip(counts, sizes, strict=False))
             return waiting + sizes[4 + chunk] * (1 if kind == "forward" else 2) + extra * sizes[0]
 
         rows = zip(
             schedule.events(stage),
-            schedule.in_flight(stage).tolist(),
-            extra_tensors(schedule, stage),
+            in_flight(schedule, stage),
+            map(len, extra_owners(schedule, stage)),
             strict=True,
         )
         assert max(
             total(moment.direction, moment.chunk, moment.in_flight, moment.extra)
             for moment in decisive_moments(schedule, stage)
-        ) == max(total(e.direction, e.chunk, in_flight, extra) for e, in_flight, extra in rows)
+        ) == max(total(e.direction, e.chunk, waiting, extra) for e, waiting, extra in rows)
 
 
 @settings(max_examples=100)
@@ -83,11 +84,11 @@ def test_many_microbatches_have_the_loads_of_a_plain_count_of_all_events(
     )  # events side by side: test_beside
     for stage in range(schedule.num_stages):
         settings = {"overlap_p2p": overlap_p2p, "deallocated": deallocated}
-        extra = extra_tensors(schedule, stage, **settings)
+        extra = map(len, extra_owners(schedule, stage, **settings))
         events = schedule.events(stage)
-        in_flight = map(tuple, schedule.in_flight(stage).tolist())
         first = {}
-        for event, counts, count in zip(events, in_flight, extra, strict=True):
+        waiting = map(tuple, in_flight(schedule, stage))
+        for event, counts, count in zip(events, waiting, extra, strict=True):
             first.setdefault((event.direction, event.chunk, counts, count), event.microbatch)
         found = decisive_moments(schedule, stage, **settings)
         for moment in found:

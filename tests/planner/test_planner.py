@@ -359,7 +359,7 @@ def test_figures_whose_sums_leave_64_bits_are_refused(record, factor, num_layers
         static=StaticBytes(),
     )
     profile = model_of(kind, num_layers=num_layers)
-    with pytest.raises(ProfileError, match="The records of stage 0 add up to"):
+    with pytest.raises(ProfileError, match="The records add up to"):
         Problem(profile, Layout.from_flags(num_layers, 1), Schedule(1, 1, 1), percentile=99.0)
 
 

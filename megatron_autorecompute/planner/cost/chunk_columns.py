@@ -88,7 +88,7 @@ _NOTHING = LayerBytes(0, 0, 0)
 
 
 def _in_graph(unit: Unit) -> Unit:
-    return replace((unit.graph or _NOTHING).into(unit), kept_gradient_bytes=0)
+    return replace((unit.graph or _NOTHING).into(unit), kept_gradient_bytes=0, parts=())
 
 
 def _outside_graph(unit: Unit, boundary_bytes: int) -> Unit:
@@ -96,4 +96,4 @@ def _outside_graph(unit: Unit, boundary_bytes: int) -> Unit:
         return unit
     pairs = zip(astuple(LayerBytes.of(unit)), astuple(unit.graph), strict=True)
     rest = LayerBytes(*(whole - own for whole, own in pairs))
-    return replace(rest.into(unit), kept_gradient_bytes=boundary_bytes)
+    return replace(rest.into(unit), kept_gradient_bytes=boundary_bytes, parts=())

@@ -28,17 +28,18 @@ copy is asked for. The host is taken to run ahead of the device, so that it dela
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost import Ints
-from megatron_autorecompute.planner.cost.schedule import Schedule
+from megatron_autorecompute.planner.cost.schedule import Event, Schedule
 from megatron_autorecompute.planner.cost.slots import block, num_slots
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit
 from megatron_autorecompute.policy import WHOLE_LAYER
@@ -64,8 +65,7 @@ class CopyGroup:
     whose record counts the group's device bytes from then on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """A place in a chunk's forward or backward where copies matter."""
 
     at_ps: int
@@ -81,8 +81,8 @@ class ChunkWork:
     """What a chunk computes and copies for one microbatch."""
 
     units: tuple[Unit, ...]
-    forward_ps: int
-    backward_ps: int
+    times_ps: tuple[int, int]
+    """Of the forward and of the backward."""
     groups: tuple[CopyGroup, ...]
     """In the order of their copies out."""
     turns: tuple[tuple[Turn, ...], tuple[Turn, ...]]
@@ -96,7 +96,7 @@ class ChunkWork:
         """
         ahead, behind = _begins(units)
         groups, forward, backward = list[CopyGroup](), list[Turn](), list[Turn]()
-        for unit, begin, after in zip(units, ahead, behind, strict=False):
+        for unit, begin, after in zip(units, ahead, behind, strict=True):
             for group in unit.offload_groups:
                 number = len(groups)
                 commit = begin + round(group.forward_end * unit.forward_ps)
@@ -109,19 +109,8 @@ class ChunkWork:
         if moves_whole_layers(units):
             forward, backward = _turns_of_whole_layers(units)
         own = sum(unit.forward_ps for unit in units), sum(unit.backward_ps for unit in units)
-        return cls(
-            tuple(units),
-            max(own[0] + forward_ps, 0),
-            max(own[1] + backward_ps, 0),
-            tuple(groups),
-            (tuple(forward), tuple(backward)),
-        )
-
-    def spans(self, *, backward: bool) -> list[tuple[int, int]]:
-        """Computing time since an event began until each unit begins and ends."""
-        begins = _begins(self.units)[backward]
-        times = (unit.backward_ps if backward else unit.forward_ps for unit in self.units)
-        return [(at, at + time) for at, time in zip(begins, times, strict=True)]
+        times_ps = max(own[0] + forward_ps, 0), max(own[1] + backward_ps, 0)
+        return cls(tuple(units), times_ps, tuple(groups), (tuple(forward), tuple(backward)))
 
 
 def _begins(units: Sequence[Unit]) -> tuple[list[int], list[int]]:
@@ -148,16 +137,15 @@ def _turns_of_whole_layers(units: Sequence[Unit]) -> tuple[list[Turn], list[Turn
             "megatron:cpu_offloading/N."
         )
     ahead, behind = ([begins[at] for at in layers] for begins in _begins(units))
-    leave = [(layer + 1, layer, False) for layer in range(number)]
-    left = [(layer + kept, layer, True) for layer in range(number)]
-    ask = [(layer + kept - 1, layer, False) for layer in range(number)]
-    back = [(layer, layer, True) for layer in range(number)]
-    forward = sorted(leave + left, key=lambda turn: (turn[0], turn[2]))
-    backward = sorted(ask + back, key=lambda turn: (-turn[0], turn[2]))
-    return (
-        [Turn(ahead[at], layer, waits) for at, layer, waits in forward],
-        [Turn(behind[at], layer, waits) for at, layer, waits in backward],
-    )
+    forward, backward = list[Turn](), list[Turn]()
+    for layer in range(number):
+        forward.append(Turn(ahead[layer + 1], layer, waits=False))
+        forward.append(Turn(ahead[layer + kept], layer, waits=True))
+        backward.append(Turn(behind[layer + kept - 1], layer, waits=False))
+        backward.append(Turn(behind[layer], layer, waits=True))
+    forward.sort(key=lambda turn: (turn.at_ps, turn.waits))
+    backward.sort(key=lambda turn: (turn.at_ps, turn.waits, -turn.group))
+    return forward, backward
 
 
 _Place = tuple[int, int, int]
@@ -185,26 +173,6 @@ def _kept(order: Sequence[tuple[int, int]], chunks: Sequence[ChunkWork]) -> set[
             needs = (number for number in following if names[chunk][number] == "attn_proj")
             kept |= {(chunk, microbatch, number) for number in needs}
     return kept
-
-
-@dataclass(slots=True)
-class _Microbatch:
-    """What one forward of one chunk left."""
-
-    chunk: int
-    microbatch: int
-    out_until: dict[int, int] = field(default_factory=dict)
-    """When the copy out of a group ends."""
-    waiting: list[int] = field(default_factory=list)
-    """Groups in host memory, the last one to leave last."""
-    asked: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """When the copy back of a group was asked for, and when it ends."""
-    due: list[int] = field(default_factory=list)
-    """Groups whose copy back no backward has waited for yet."""
-    unasked: set[int] = field(default_factory=set)
-    """Groups that came back without having been asked for."""
-    units: dict[int, int] = field(default_factory=dict)
-    """When the backward of a layer began, by `CopyGroup.unit_ps`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,26 +213,30 @@ class StageCopies:
 
     Args:
         chunks: what each chunk computes and copies.
-        events: (is backward, chunk, microbatch), in the order of the schedule.
+        events: of the stage, in the order of the schedule.
         link: to host memory.
     """
 
     def __init__(
-        self,
-        chunks: Sequence[ChunkWork],
-        events: Sequence[tuple[bool, int, int]],
-        link: HostLink,
+        self, chunks: Sequence[ChunkWork], events: Sequence[Event], link: HostLink
     ) -> None:
-        self.chunks, self._events, self._link = chunks, iter(events), link
+        self.chunks, self._events, self._link = chunks, events, link
         self._whole = any(moves_whole_layers(work.units) for work in chunks)
         self._order = [
             (chunk, microbatch)
-            for is_backward, chunk, microbatch in events
-            if is_backward and chunks[chunk].groups
+            for direction, chunk, microbatch in events
+            if direction == "backward" and chunks[chunk].groups
         ]
-        self._in_flight = _in_flight(events, len(chunks))
         self._kept, self._next = _kept(self._order, chunks), 0
-        self._alive: dict[tuple[int, int], _Microbatch] = {}
+        self._out_until: dict[_Place, int] = {}
+        """When the copy out of a group ends."""
+        self._waiting = defaultdict[tuple[int, int], list[_Place]](list)
+        """Groups of a microbatch in host memory, the last one to leave last."""
+        self._asked: dict[_Place, tuple[int, int] | None] = {}
+        """When the copy back of a group was asked for, and when it ends; None where it came back
+        without."""
+        self._due = defaultdict[tuple[int, int], list[_Place]](list)
+        """Groups of a microbatch whose copy back no backward has waited for yet."""
         self._free = {True: 0, False: 0}
         """When the stream of each direction is free; of whole layers, the first is for both."""
         self.ran: list[Ran] = []
@@ -282,116 +254,105 @@ class StageCopies:
 
     def run(self, begin_ps: int) -> int:
         """Run the next event from a time on; returns when it ends."""
-        is_backward, chunk, microbatch = next(self._events)
+        direction, chunk, microbatch = self._events[len(self.ran)]
         work, waits, waited = self.chunks[chunk], list[tuple[int, int]](), 0
-        if not is_backward:
-            self._alive[chunk, microbatch] = _Microbatch(chunk, microbatch)
-        own = self._alive[chunk, microbatch]
-        if is_backward:
-            del self._alive[chunk, microbatch]
-            self._next += bool(work.groups)
+        is_backward, layers = direction == "backward", dict[int, int]()
+        self._next += is_backward and bool(work.groups)
         for turn in work.turns[is_backward]:
-            now = begin_ps + turn.at_ps + waited
-            ready = (self._backward if is_backward else self._forward)(own, turn, now)
+            place, now = (chunk, microbatch, turn.group), begin_ps + turn.at_ps + waited
+            ready, group = now, self._group(place)
+            if is_backward and turn.waits:
+                # When the backward of the group's layer began.
+                layer = layers.setdefault(group.unit_ps, now - turn.at_ps + group.unit_ps)
+                self._count(place, layer)
+                ready = self._ready(place, now)
+            elif is_backward:
+                self._ask((chunk, microbatch), now)
+            elif turn.waits:
+                ready = max(now, self._out_until[place])
+                self._add(ready, -group.record.device_bytes)
+            else:
+                self._leave(place, now)
             if ready > now:
                 waits.append((turn.at_ps, ready - now))
                 waited += ready - now
-        end_ps = begin_ps + (work.backward_ps if is_backward else work.forward_ps) + waited
+        end_ps = begin_ps + work.times_ps[is_backward] + waited
         self.ran.append(Ran(begin_ps, end_ps, tuple(waits)))
         return end_ps
 
-    def _forward(self, own: _Microbatch, turn: Turn, now: int) -> int:
-        """When a forward goes on after a turn."""
-        device_bytes = self._group(own, turn.group).record.device_bytes
-        if turn.waits:
-            ready = max(now, own.out_until[turn.group])
-            self._add(ready, -device_bytes)
-            return ready
+    def _leave(self, place: _Place, now: int) -> None:
+        """Begin to copy a group out, unless it stays."""
+        device_bytes = self._group(place).record.device_bytes
         self._add(now, device_bytes)
-        if not self._stays(own, turn.group):
-            end = self._streamed(own, turn.group, now, to_host=True)
-            own.out_until[turn.group] = end
-            own.waiting.append(turn.group)
+        if not self._stays(place):
+            self._out_until[place] = end = self._streamed(place, now, to_host=True)
+            self._waiting[place[:2]].append(place)
             if not self._whole:
                 self._add(end, -device_bytes)
-        return now
 
-    def _stays(self, own: _Microbatch, number: int) -> bool:
+    def _stays(self, place: _Place) -> bool:
         """Whether a group stays: one that never leaves, or the last of its name in the microbatch
         whose backward is the next with this name."""
         if self._whole:
             return False
-        if (own.chunk, own.microbatch, number) in self._kept:
+        if place in self._kept:
             return True
-        names = [group.record.name for group in self.chunks[own.chunk].groups]
-        if names[number] in names[number + 1 :]:
+        names = [[group.record.name for group in work.groups] for work in self.chunks]
+        own, name = names[place[0]], self._group(place).record.name
+        if name in own[place[2] + 1 :]:
             return False
-        following = (self._order[at] for at in range(self._next, len(self._order)))
-        front = next(one for one in following if self._has(one[0], names[number]))
-        return front == (own.chunk, own.microbatch)
+        return next(one for one in self._order[self._next :] if name in names[one[0]]) == place[:2]
 
-    def _has(self, chunk: int, name: str) -> bool:
-        return any(group.record.name == name for group in self.chunks[chunk].groups)
-
-    def _backward(self, own: _Microbatch, turn: Turn, now: int) -> int:
-        """When a backward goes on after a turn."""
-        if not turn.waits:
-            self._ask(own, now)
-            return now
-        self._count(own, turn, now)
-        return self._ready(own, turn.group, now)
-
-    def _count(self, own: _Microbatch, turn: Turn, now: int) -> None:
+    def _count(self, place: _Place, layer: int) -> None:
         """Count device bytes of a group that was there when its layer's backward began."""
-        group = self._group(own, turn.group)
-        layer = own.units.setdefault(group.unit_ps, now - turn.at_ps + group.unit_ps)
-        if turn.group not in own.out_until:
-            self._add(layer, -group.record.device_bytes)
-        elif turn.group in own.asked and own.asked[turn.group][0] < layer:
-            self._add(own.asked[turn.group][0], group.record.device_bytes)
-            self._add(layer, -group.record.device_bytes)
+        size, asked = self._group(place).record.device_bytes, self._asked.get(place)
+        if place not in self._out_until:
+            self._add(layer, -size)
+        elif asked and asked[0] < layer:
+            self._add(asked[0], size)
+            self._add(layer, -size)
 
-    def _ready(self, own: _Microbatch, number: int, now: int) -> int:
+    def _ready(self, place: _Place, now: int) -> int:
         """When a group's backward may begin. As in `on_group_commit_backward`, it waits for the
         first group of its name that was asked for, which may be another one if it stayed itself."""
-        name = self._group(own, number).record.name
-        first = next((one for one in own.due if self._group(own, one).record.name == name), None)
+        name, due = self._group(place).record.name, self._due[place[:2]]
+        first = next((one for one in due if self._group(one).record.name == name), None)
         if first is not None:
-            own.due.remove(first)
-            now = max(now, own.asked[first][1])
-        if number in own.out_until and number not in own.asked:
-            own.unasked.add(number)
-            now = self._copy(own, number, max(now, own.out_until[number]), to_host=False)
+            due.remove(first)
+            asked = self._asked[first]
+            now = max(now, asked[1] if asked else 0)
+        if place in self._out_until and place not in self._asked:
+            self._asked[place] = None
+            now = self._copy(place, max(now, self._out_until[place]), to_host=False)
         return now
 
-    def _ask(self, own: _Microbatch, now: int) -> None:
+    def _ask(self, own: tuple[int, int], now: int) -> None:
         """Begin one more copy back, of this microbatch or of the next one."""
-        if not own.waiting and self._next < len(self._order):
-            own = self._alive.get(self._order[self._next], own)
-        if not own.waiting:
-            return
-        number = own.waiting.pop()
-        if number not in own.unasked:
-            may_begin = max(now, own.out_until[number])
-            own.asked[number] = now, self._streamed(own, number, may_begin, to_host=False)
-            own.due.append(number)
+        waiting = self._waiting[own]
+        if not waiting and self._next < len(self._order):
+            waiting = self._waiting[self._order[self._next]]
+        place = waiting.pop() if waiting else None
+        if place and place not in self._asked:
+            may_begin = max(now, self._out_until[place])
+            self._asked[place] = now, self._streamed(place, may_begin, to_host=False)
+            self._due[place[:2]].append(place)
 
-    def _streamed(self, own: _Microbatch, number: int, now: int, *, to_host: bool) -> int:
+    def _streamed(self, place: _Place, now: int, *, to_host: bool) -> int:
         """Copy a group as soon as the stream is free; returns when that ends."""
         stream = to_host or self._whole
         begin = max(now, self._free[stream])
-        self._free[stream] = self._copy(own, number, begin, to_host=to_host)
+        self._free[stream] = self._copy(place, begin, to_host=to_host)
         return self._free[stream]
 
-    def _copy(self, own: _Microbatch, number: int, begin: int, *, to_host: bool) -> int:
-        group, link = self._group(own, number), self._link
+    def _copy(self, place: _Place, begin: int, *, to_host: bool) -> int:
+        group, link = self._group(place), self._link
         rate = link.to_host_gb_per_s if to_host else link.to_device_gb_per_s
-        end = begin + copy_ps(group.record.host_bytes, rate)
-        self.copied.append(Copied(to_host, own.chunk, own.microbatch, group, begin, end))
+        end = begin + round(group.record.host_bytes * PS_PER_NS / rate)
+        self.copied.append(Copied(to_host, *place[:2], group, begin, end))
         return end
 
-    def _group(self, own: _Microbatch, number: int) -> CopyGroup:
-        return self.chunks[own.chunk].groups[number]
+    def _group(self, place: _Place) -> CopyGroup:
+        return self.chunks[place[0]].groups[place[2]]
 
     def _add(self, now: int, size: int) -> None:
         self.device[now] = self.device.get(now, 0) + size
@@ -401,13 +362,13 @@ class StageCopies:
         """Host memory that pools come to hold, and keep: the most of each group's name and size, in
         the first step, in which all groups leave. On a stage of several chunks one group of each
         may be counted that is back by then."""
-        own = [Counter((g.record.name, g.record.host_bytes) for g in w.groups) for w in self.chunks]
-        most = Counter[tuple[str, int]]()
-        for in_flight in self._in_flight:
-            for key in set().union(*own):
-                there = sum(n * groups[key] for n, groups in zip(in_flight, own, strict=True))
-                most[key] = max(most[key], there)
-        return sum(size * count for (_, size), count in most.items())
+        there, most = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
+        for direction, chunk, _ in self._events:
+            for group in self.chunks[chunk].groups:
+                key = group.record.name, group.record.host_bytes
+                there[key] += key[1] if direction == "forward" else -key[1]
+                most[key] = max(most[key], there[key])
+        return most.total()
 
     # ---------------------------------------------- bytes beside those of records, once all has run
 
@@ -417,9 +378,12 @@ class StageCopies:
 
     def by_unit(self, event: int, chunk: int, *, backward: bool) -> Ints:
         """The most while each unit of the chunk runs."""
-        after = self.ran[event].after
-        spans = self.chunks[chunk].spans(backward=backward)
-        return np.array([self.most(after(first), after(last)) for first, last in spans], np.int64)
+        after, units = self.ran[event].after, self.chunks[chunk].units
+        found = []
+        for at, unit in zip(_begins(units)[backward], units, strict=True):
+            time = unit.backward_ps if backward else unit.forward_ps
+            found.append(self.most(after(at), after(at + time)))
+        return np.array(found, np.int64)
 
     def after(self, event: int) -> int:
         """The most from the end of an event to the next one."""
@@ -440,22 +404,6 @@ class StageCopies:
         times = sorted(self.device)
         sizes = accumulate(self.device[now] for now in times)
         return np.array(times, np.int64), np.array(list(sizes), np.int64)
-
-
-def _in_flight(events: Sequence[tuple[bool, int, int]], num_chunks: int) -> set[tuple[int, ...]]:
-    """Microbatches of every chunk whose forward has run and whose backward has not, after each
-    forward."""
-    now, found = [0] * num_chunks, set()
-    for is_backward, chunk, _ in events:
-        now[chunk] += -1 if is_backward else 1
-        if not is_backward:
-            found.add(tuple(now))
-    return found
-
-
-def copy_ps(host_bytes: int, gb_per_s: float) -> int:
-    """How long so many bytes take one way, in picoseconds."""
-    return round(host_bytes * PS_PER_NS / gb_per_s)
 
 
 def offloads(units: StageUnits) -> bool:
@@ -529,17 +477,11 @@ def _replay(
     """Every stage with all its events, and when the last one ends, in ps."""
     stages = []
     for stage, chunks in enumerate(works):
-        order = zip(*(part.tolist() for part in schedule.order(stage)), strict=True)
-        stages.append(StageCopies(chunks, list(order), link))
+        stages.append(StageCopies(chunks, schedule.events(stage), link))
     slots = block(schedule, 0, num_slots(schedule))
-    finish = [[0] * len(stages) for _ in range(slots.lookback + slots.shape[0])]
-    for number in range(slots.shape[0]):
-        row = slots.lookback + number
-        for stage, copies in enumerate(stages):
-            finish[row][stage] = finish[row - 1][stage]
-            event = slots.input(number, stage)
-            if event is not None:
-                arrived = 0 if event.row is None else finish[event.row][event.stage]
-                taken = 0 if event.receiver is None else finish[row - 2][event.receiver]
-                finish[row][stage] = copies.run(max(finish[row - 1][stage], arrived, taken))
-    return tuple(stages), max(finish[-1])
+    finish = [0] * (slots.lookback * len(stages))
+    waited = (slots.before, slots.made, slots.taken)
+    for slot, stands in enumerate((slots.direction >= 0).ravel().tolist()):
+        begin = max(finish[each.item(slot)] for each in waited)
+        finish.append(stages[slot % len(stages)].run(begin) if stands else begin)
+    return tuple(stages), max(finish[-len(stages) :])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 from megatron_autorecompute.errors import PipelineError
@@ -73,7 +73,12 @@ class HybridPattern:
             depths = []
         if depths:
             _check_attention(shown, depths[0], len(main) + 1)
-            _check_alike(shown, depths, len(main) + 1)
+            other = next((depth for depth in depths if depth != depths[0]), None)
+            if other is not None:
+                raise PipelineError(
+                    f"{shown}: MTP depth {depths.index(other)} is {other!r}, and depth 0 is "
+                    f"{depths[0]!r}: Megatron builds all depths alike. Write the same."
+                )
         pattern = cls(tuple(main.split("|")), "".join(depths[:1]), len(depths))
         if not pattern.num_layers:
             raise PipelineError(f"{shown} has no layers before the first /. Give at least one.")
@@ -87,40 +92,28 @@ class HybridPattern:
 
     def check_numbers(self, num_layers: int, mtp_num_layers: int) -> HybridPattern:
         """This pattern; PipelineError if a config's two numbers differ from its symbols."""
-        if num_layers != self.num_layers:
-            at = min(num_layers, self.num_layers)
-            first = (
-                f"symbol {self.symbols[at]!r} is layer {at}"
-                if num_layers < self.num_layers
-                else f"layer {at} has no symbol; the last is {self.symbols[-1]!r}"
-            )
-            raise PipelineError(
-                f"hybrid_layer_pattern {str(self)!r:.200} has {self.num_layers} layers, "
-                f"num_layers is {num_layers}: {first}. Set num_layers to {self.num_layers}, or "
-                "correct the pattern."
-            )
-        if mtp_num_layers != self.mtp_num_layers:
-            raise PipelineError(
-                f"hybrid_layer_pattern {str(self)!r:.200} has {self.mtp_num_layers} MTP depths "
-                f"(after /), mtp_num_layers is {mtp_num_layers}: Megatron needs both to be the "
-                "same. Correct one of them."
-            )
+        asked = {"num_layers": num_layers, "mtp_num_layers": mtp_num_layers}
+        for (name, value), own in zip(
+            asked.items(), (self.num_layers, self.mtp_num_layers), strict=True
+        ):
+            if value != own:
+                raise PipelineError(
+                    f"hybrid_layer_pattern {str(self)!r:.200} has {self.num_layers} layers and "
+                    f"{self.mtp_num_layers} MTP depths (after /); {name} is {value}. Set it to "
+                    f"{own}, or correct the pattern."
+                )
         return self
 
     def check_segments(self, pp: int, vp: int | None = None) -> None:
         """Raise PipelineError if the segments do not make `pp` stages (of `vp` chunks)."""
         count = len(self.segments)
-        if count % pp == 0 and (vp is None or count == pp * vp):
-            return
-        ends = accumulate(len(segment) + 1 for segment in self.segments[:-1])
-        bars = ", ".join(str(end - 1) for end in ends)
-        asked = f"{pp} stages" + ("" if vp is None else f" of {vp} chunks")
-        number = f"a multiple of {pp}" if vp is None else str(pp * vp)
-        raise PipelineError(
-            f"hybrid_layer_pattern {str(self)!r:.200} has {count} segments "
-            f"({f'| at position {bars:.200}' if bars else 'no |'}), which do not make {asked}. "
-            f"Write {number}."
-        )
+        if count % pp or (vp is not None and count != pp * vp):
+            asked = f"{pp} stages" + ("" if vp is None else f" of {vp} chunks")
+            number = f"a multiple of {pp}" if vp is None else str(pp * vp)
+            raise PipelineError(
+                f"hybrid_layer_pattern {str(self)!r:.200} has {count} segments, separated by |, "
+                f"which do not make {asked}. Write {number}."
+            )
 
 
 def pattern_of_job(facts: Mapping[str, Any]) -> HybridPattern | None:
@@ -148,33 +141,16 @@ def check_flags(args: Any) -> None:
 def _check_symbols(shown: str, text: str, main: int) -> None:
     """main: how many symbols are before the first `/`."""
     for position, symbol in enumerate(text):
+        said = None
         if symbol in "[]":
-            raise PipelineError(
-                f"{shown}: {symbol!r} at position {position}: groups of layers in […] are in no "
-                "released Megatron. Write the layers without brackets."
-            )
-        if symbol not in FAMILIES and symbol not in "|/":
+            said = ": groups of layers in […] are in no released Megatron. Write them without."
+        elif symbol == "|" and position > main:
+            said = " is within an MTP depth, in the last chunk. Use | only before the first /."
+        elif symbol not in FAMILIES and symbol not in "|/":
             known = ", ".join(f"{one} {name}" for one, name in FAMILIES.items())
-            raise PipelineError(
-                f"{shown}: {symbol!r} at position {position} is no layer. Known are {known}; "
-                "| separates pipeline chunks, / begins an MTP depth."
-            )
-        if symbol == "|" and position > main:
-            raise PipelineError(
-                f"{shown}: '|' at position {position} is within an MTP depth, and all depths are "
-                "in the last chunk. Use | only before the first /."
-            )
-
-
-def _check_alike(shown: str, depths: Sequence[str], position: int) -> None:
-    """position: of the first symbol of the first depth."""
-    for number, depth in enumerate(depths):
-        if depth != depths[0]:
-            raise PipelineError(
-                f"{shown}: MTP depth {number}, at position {position}, is {depth!r}, and depth 0 "
-                f"is {depths[0]!r}: Megatron builds all depths alike. Write the same."
-            )
-        position += len(depth) + 1
+            said = f" is no layer. Known are {known}; | ends a chunk, / begins an MTP depth."
+        if said:
+            raise PipelineError(f"{shown}: {symbol!r} at position {position}{said}")
 
 
 def _check_attention(shown: str, part: str, start: int) -> None:

@@ -154,20 +154,25 @@ class Layout:
                 "one of the three; keep one."
             )
         if layout is not None:
-            rows = _layout_rows(layout)
-            _check_rows(rows, pp, vp)
-            _check_counts(rows, num_layers, mtp_num_layers)
-        else:
-            vp = 1 if vp is None else vp
-            check_chunks(pp, vp)
-            if pp == 2 and vp > 1 and None not in uneven:
+            found = cls.parse(layout, pp, vp)
+            counts = found.num_layers, found.mtp_num_layers
+            if counts != (num_layers, mtp_num_layers):
                 raise PipelineError(
-                    "Asked for the number of layers of both of 2 stages, with several chunks: "
-                    "Megatron divides by the number of stages between them, zero. Give neither, or "
-                    "a pipeline_model_parallel_layout."
+                    f"Layout {layout!r} has {counts[0]} layers and {counts[1]} MTP depths; the "
+                    f"model has {num_layers} and {mtp_num_layers}."
                 )
-            layers = _layers_per_stage(num_layers, pp, *uneven, *extra)
-            rows = _rows_of_stages(layers, vp, mtp_num_layers, *extra)
+            return found
+        vp = 1 if vp is None else vp
+        check_chunks(pp, vp)
+        if pp == 2 and vp > 1 and None not in uneven:
+            raise PipelineError(
+                "Asked for the number of layers of both of 2 stages, with several chunks: "
+                "Megatron divides by the number of stages between them, zero. Give neither, or "
+                "a pipeline_model_parallel_layout."
+            )
+        layers = _layers_per_stage(num_layers + sum(extra), pp, *uneven, least=1)
+        rows = _rows_of_stages(layers, vp, *extra)
+        rows[-1] += "m" * mtp_num_layers
         return cls.from_rows(rows, pp)
 
     @classmethod
@@ -203,15 +208,19 @@ class Layout:
         )
 
     @classmethod
-    def parse(cls, text: str, pp: int, vp: int | None = None) -> Layout:
-        """Read a layout such as `Et*3|(tt|)*6mL` (E embedding, t layer, m MTP depth, L loss).
+    def parse(cls, layout: str | Sequence[Sequence[str]], pp: int, vp: int | None = None) -> Layout:
+        """Read a layout such as `Et*3|(tt|)*6mL` (E embedding, t layer, m MTP depth, L loss), or
+        the names of layers of every chunk.
 
         `|` separates chunks in model order, `*n` repeats a symbol or a parenthesis, commas are
         ignored. Raises PipelineError if Megatron refuses the text. Source: the class
         `PipelineParallelLayerLayout` in `pipeline_parallel_layer_layout.py`.
         """
         check_at_least(1, pp=pp, vp=1 if vp is None else vp)
-        rows = _layout_rows(text)
+        if isinstance(layout, str):
+            rows = _unroll(layout).split("|")
+        else:
+            rows = ["".join(map(_symbol, row)) for row in layout]
         _check_rows(rows, pp, vp)
         return cls.from_rows(rows, pp)
 
@@ -242,13 +251,13 @@ class Layout:
                     f"{shown} has no |, so Megatron builds one chunk per stage; asked for {vp}. "
                     f"Separate {pp} x {vp} chunks by |."
                 )
-            segments = _split_evenly(shown, pattern.num_layers, pp, *ends)
+            segments = _layers_per_stage(pattern.num_layers, pp, *ends)
         elif len(segments) > 1 and ends != (None, None):
             raise PipelineError(
                 f"{shown} places layers by |, beside num_layers_in_first/last_pipeline_stage. "
                 "Megatron takes one of the two; keep one."
             )
-        if len(pattern.segments) > 1 or pp == 1:
+        else:
             pattern.check_segments(pp, vp)
         check_chunks(pp, len(segments) // pp)
         rows = ["t" * segment for segment in segments]
@@ -270,83 +279,41 @@ class Layout:
         return cls(stages, mtp_num_layers="".join(rows).count("m"))
 
 
-def _split_evenly(
-    shown: str, num_layers: int, pp: int, first: int | None, last: int | None
+def _layers_per_stage(
+    num_layers: int, pp: int, first: int | None, last: int | None, least: int = 0
 ) -> list[int]:
-    """Layers of every stage for a pattern without `|`; with both ends given, stages may be empty.
-    Source: `select_pipeline_segment`."""
+    """The layers of each stage, at least so many; the first and the last may have their own number.
+    Source: `get_num_layers_to_build`, and `select_pipeline_segment` of hybrid models."""
     ends = [n for n in (first, last) if n is not None]
     stages, layers = pp - len(ends), num_layers - sum(ends)
-    if min(stages, layers, *ends) < 0 or (layers and not stages) or (stages and layers % stages):
+    each = layers // stages if stages > 0 else 0
+    if stages < 0 or each * stages != layers or min([each] * (stages > 0) + ends) < least:
         raise PipelineError(
-            f"{shown} has no |, and {layers} of its {num_layers} layers cannot be divided evenly "
-            f"among {stages} of {pp} stages. Separate the stages by |."
+            f"{layers} of {num_layers} layers cannot be divided evenly among {stages} of {pp} "
+            "stages. (An embedding or a loss in the split counts as a layer.) Change the number of "
+            "layers, of stages, or of layers on the first or last stage, or place every layer: by "
+            "pipeline_model_parallel_layout, or by | in a hybrid_layer_pattern."
         )
-    middle = [layers // stages] * stages if stages else []
-    return [n for n in (first, *middle, last) if n is not None]
+    return [n for n in (first, *[each] * stages, last) if n is not None]
 
 
-def _share(count: int, parts: int, what: str, whom: str) -> int:
-    if count % parts:
-        raise PipelineError(
-            f"{count} {what} cannot be divided evenly among {parts} {whom}. (With account_for_"
-            "embedding/loss_in_pipeline_split each counts as a layer.) Change the number of "
-            "layers, stages or chunks, or give a pipeline_model_parallel_layout."
-        )
-    return count // parts
-
-
-def _without_one(row: str, what: str) -> str:
-    if not row:
-        raise PipelineError(
-            f"account_for_{what}_in_pipeline_split leaves no place for the {what}: its chunk has "
-            "no layer to give up. Use fewer stages or chunks."
-        )
-    return row[1:]
-
-
-def _layers_per_stage(
-    num_layers: int, pp: int, first: int | None, last: int | None, embedding: bool, loss: bool
-) -> list[int]:
-    """Return the layers of each stage; an embedding or loss that is accounted for counts as one."""
-    if (first, last) == (None, None):
-        return [_share(num_layers + embedding + loss, pp, "layers", "stages")] * pp
-    check_at_least(
-        1,
-        num_layers_in_first_pipeline_stage=1 if first is None else first,
-        num_layers_in_last_pipeline_stage=1 if last is None else last,
-    )
-    stages = pp - (first is not None) - (last is not None)
-    layers = num_layers - (first or 0) - (last or 0)
-    if stages < 0 or layers < 0 or bool(stages) != bool(layers):
-        raise PipelineError(
-            f"After num_layers_in_first_pipeline_stage={first} and num_layers_in_last_pipeline_"
-            f"stage={last}, {layers} of {num_layers} layers are left for {stages} of {pp} stages. "
-            "Change these two so that every stage has a layer and every layer a stage."
-        )
-    middle = [_share(layers, stages, "middle layers", "middle stages")] * stages if stages else []
-    return [n for n in (first, *middle, last) if n is not None]
-
-
-def _rows_of_stages(
-    layers: Sequence[int], vp: int, mtp_num_layers: int, embedding: bool, loss: bool
-) -> list[str]:
-    """Return the symbols of every chunk, in model order, from the number of layers per stage."""
-    rows = ["t" * _share(n, vp, "layers of a stage", "chunks") for n in layers] * vp
-    if embedding:
-        rows[0] = _without_one(rows[0], "embedding")
-    if loss:
-        rows[-1] = _without_one(rows[-1], "loss")
-    rows[0] = "E" + rows[0]
-    rows[-1] += "m" * mtp_num_layers + "L"
+def _rows_of_stages(layers: Sequence[int], vp: int, embedding: bool, loss: bool) -> list[str]:
+    """The symbols of every chunk in model order, from the number of layers per stage."""
+    for number in layers:
+        if number % vp:
+            raise PipelineError(
+                f"{number} layers of a stage cannot be divided evenly among {vp} chunks. Change "
+                "the number of layers, stages or chunks, or give a pipeline_model_parallel_layout."
+            )
+    rows = ["t" * (number // vp) for number in layers] * vp
+    for what, at, counts in (("embedding", 0, embedding), ("loss", -1, loss)):
+        if counts and not rows[at]:
+            raise PipelineError(
+                f"account_for_{what}_in_pipeline_split leaves no place for the {what}: its chunk "
+                "has no layer to give up. Use fewer stages or chunks."
+            )
+        rows[at] = rows[at][counts:]
     return rows
-
-
-def _layout_rows(layout: str | Sequence[Sequence[str]]) -> list[str]:
-    """Return the symbols of every chunk, in model order."""
-    if isinstance(layout, str):
-        return _unroll(layout).split("|")
-    return ["".join(_symbol(name) for name in row) for row in layout]
 
 
 def _symbol(name: str) -> str:
@@ -396,15 +363,6 @@ def _check_rows(rows: Sequence[str], pp: int, vp: int | None) -> None:
     if len(with_mtp) > 1 or (with_mtp and with_mtp[0] < len(rows) - pp):
         raise PipelineError(
             f"{shown} must have all MTP depths (m) in one chunk, the last chunk of its stage."
-        )
-
-
-def _check_counts(rows: Sequence[str], num_layers: int, mtp_num_layers: int) -> None:
-    flat = "".join(rows)
-    if (flat.count("t"), flat.count("m")) != (num_layers, mtp_num_layers):
-        raise PipelineError(
-            f"Layout {'|'.join(rows)!r} has {flat.count('t')} layers and {flat.count('m')} MTP "
-            f"depths; the model has {num_layers} and {mtp_num_layers}."
         )
 
 

@@ -52,10 +52,8 @@ def uneven_layouts(shape: Layout) -> Iterator[Layout]:
     These are the numbers of layers of the first and of the last stage; with 2 stages of several
     chunks Megatron takes the first one's alone.
     """
-    for first, _, last in uneven_sizes(shape):
-        layout = uneven_layout(shape, first, last)
-        if layout is not None:
-            yield layout
+    sizes = ((first, last) for first, _, last in uneven_sizes(shape))
+    return filter(None, (uneven_layout(shape, *ends) for ends in sizes))
 
 
 def all_layouts(shape: Layout, most: int) -> list[Layout]:

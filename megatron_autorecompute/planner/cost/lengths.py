@@ -12,14 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.lines import Microbatch, RecordLines
+from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.p2p_tensors import extra_owners
-from megatron_autorecompute.planner.cost.peak_memory import stage_base
+from megatron_autorecompute.planner.cost.peak_memory import StageBytes, every_moment, stage_base
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.policy import RecomputePolicy
@@ -48,15 +46,12 @@ def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
     """
     if profile.boundary_line is None:
         return profile
-    found = _bytes_at(profile, one, call_tokens, {})
-    kinds = (_with_times(kind, one) for kind in found.kinds)
-    return replace(
-        found,
-        kinds=tuple(kinds),
-        embedding=_timed(found.embedding, one),
-        head=_timed(found.head, one),
-        final_norm=found.final_norm and _timed(found.final_norm, one),
+    found = _bytes_at(profile, one, call_tokens, {}).each_record(lambda each: _timed(each, one))
+    kinds = (
+        replace(kind, choices=in_order(kind.choices, [record.runs for record in kind.choices]))
+        for kind in found.kinds
     )
+    return replace(found, kinds=tuple(kinds))
 
 
 def _bytes_at(
@@ -75,56 +70,40 @@ def _bytes_at(
     call = Microbatch(call_tokens, 0)
     if profile.routed_line is not None:
         one = replace(one, routed_tokens=profile.routed_line.at(one))
-    norm, sizes = profile.final_norm, profile.parallelism
-    boundary = profile.boundary_line.bytes_at(one)
+    sizes, boundary = profile.parallelism, profile.boundary_line.bytes_at(one)
     sample = max(1, one.tokens) * sizes.context_parallel
+    found = profile.each_record(lambda record: _record_at(record, one, boundary))
+    kinds = (each for kind in found.kinds for each in _split(kind, one, routed, boundary))
     return replace(
-        profile,
+        found,
         parallelism=replace(sizes, micro_batch_size=1, seq_length=sample),
-        kinds=tuple(
-            each for kind in profile.kinds for each in _kinds_at(kind, one, routed, boundary)
-        ),
-        embedding=_record_at(profile.embedding, one, boundary),
-        head=_record_at(profile.head, one, boundary),
-        final_norm=None if norm is None else _record_at(norm, one, boundary),
+        kinds=tuple(kinds),
         boundary_bytes=boundary,
         stages=tuple(_stage_at(stage, call) for stage in profile.stages),
     )
 
 
-def _kinds_at(
+def _split(
     kind: LayerKind, one: Microbatch, routed: Mapping[int, int], boundary_bytes: int
 ) -> Iterator[LayerKind]:
-    """The kind at one length; a layer of which it is known how many tokens it got is one alone."""
+    """A kind; a layer of which it is known how many tokens it got is one alone."""
     rest = tuple(layer for layer in kind.layers if layer not in routed)
     if rest:
-        yield _kind_at(replace(kind, layers=rest), one, boundary_bytes)
+        yield replace(kind, layers=rest)
     for layer in sorted(set(kind.layers) - set(rest)):
-        alone = replace(kind, name=f"{kind.name} {layer}", layers=(layer,))
-        yield _kind_at(alone, replace(one, routed_tokens=routed[layer]), boundary_bytes)
-
-
-def _kind_at(kind: LayerKind, one: Microbatch, boundary_bytes: int) -> LayerKind:
-    choices = (_record_at(record, one, boundary_bytes) for record in kind.choices)
-    return replace(kind, choices=tuple(choices))
-
-
-def _with_times(kind: LayerKind, one: Microbatch) -> LayerKind:
-    moved = [_timed(record, one) for record in kind.choices]
-    return replace(kind, choices=in_order(moved, [record.runs for record in moved]))
+        own = replace(one, routed_tokens=routed[layer])
+        choices = tuple(_record_at(record, own, boundary_bytes) for record in kind.choices)
+        yield replace(kind, name=f"{kind.name} {layer}", layers=(layer,), choices=choices)
 
 
 def _timed(record: ChoiceRecord, one: Microbatch) -> ChoiceRecord:
     lines = record.lines
     if lines is None:
         return record
-    was_ms, now_ms = record.forward_ms + record.backward_ms, _ms(lines, one)
-    return replace(
-        record,
-        forward_ms=lines.forward_ms.at(one),
-        backward_ms=lines.backward_ms.at(one),
-        spread_ms=record.spread_ms * (now_ms / was_ms if was_ms else 1.0),
-    )
+    forward_ms, backward_ms = lines.forward_ms.at(one), lines.backward_ms.at(one)
+    was_ms, now_ms = record.forward_ms + record.backward_ms, forward_ms + backward_ms
+    spread_ms = record.spread_ms * (now_ms / was_ms if was_ms else 1.0)
+    return replace(record, forward_ms=forward_ms, backward_ms=backward_ms, spread_ms=spread_ms)
 
 
 def _record_at(record: ChoiceRecord, one: Microbatch, boundary_bytes: int) -> ChoiceRecord:
@@ -144,10 +123,6 @@ def _record_at(record: ChoiceRecord, one: Microbatch, boundary_bytes: int) -> Ch
         backward_transient_bytes=backward - held,
         kept_gradient_bytes=kept,
     )
-
-
-def _ms(lines: RecordLines, one: Microbatch) -> float:
-    return lines.forward_ms.at(one) + lines.backward_ms.at(one)
 
 
 def _stage_at(stage: StageRecord, call: Microbatch) -> StageRecord:
@@ -203,33 +178,26 @@ class Arrangement:
 
     def stage_peak(self, stage: int) -> int:
         """Peak bytes of one stage, over every event of its schedule."""
-        base = stage_base(self._profiles[0], self.layout, stage)
-        columns = [self._columns(stage, profile) for profile in self._profiles]
-        best = base.static.total_bytes + base.optimizer_step_peak_bytes
+        each = [self._stage_bytes(stage, profile) for profile in self._profiles]
+        best = each[0].base.static.total_bytes + each[0].base.optimizer_step_peak_bytes
+        owners = extra_owners(
+            self.schedule,
+            stage,
+            overlap_p2p=self.profile.overlap_p2p_comm,
+            deallocated=self.profile.deallocate_pipeline_outputs,
+        )
         in_flight: dict[tuple[int, int], int] = {}
-        deferred, runs = self.profile.deferred, 0
-        head = self.layout.num_chunks - 1 if stage == self.layout.num_stages - 1 else None
-        events = zip(self.schedule.events(stage), self._owners(stage), strict=True)
-        for event, owners in events:
-            at = event.chunk, event.microbatch
-            forward = event.direction == "forward"
-            if not forward:
-                in_flight.pop(at, None)
-            chunk = columns[event.microbatch][event.chunk]
-            boundary_bytes = self._profiles[event.microbatch].boundary_bytes
-            reach = chunk.reach_bytes(event.direction, boundary_bytes)
-            extra = sum(self._profiles[owner].boundary_bytes for owner in owners)
-            best = max(
-                best,
-                base.constant_bytes(event.direction, 0, runs)
-                + extra
-                + sum(in_flight.values())
-                + int(reach.max()),
-            )
-            if forward:
-                in_flight[at] = int(np.sum(chunk.held_bytes))
-            elif deferred and event.chunk == head:
-                runs = deferred.waiting(event.microbatch + 1)
+        nothing = (0,) * self.layout.num_chunks
+        moments = every_moment(self.profile, self.schedule, stage)
+        for moment, extra in zip(moments, owners, strict=True):
+            own, at = each[moment.microbatch], (moment.chunk, moment.microbatch)
+            in_flight.pop(at, None)
+            alone = replace(moment, in_flight=nothing, extra=0)
+            others = sum(in_flight.values())
+            others += sum(self._profiles[owner].boundary_bytes for owner in extra)
+            best = max(best, others + own.most(alone))
+            if moment.direction == "forward":
+                in_flight[at] = own.held[moment.chunk]
         return best
 
     @cached_property
@@ -242,15 +210,7 @@ class Arrangement:
         found = {one: _bytes_at(self.profile, one, call_tokens, {}) for one in set(self.lengths)}
         return [found[one] for one in self.lengths]
 
-    def _columns(self, stage: int, profile: Profile) -> list[ChunkColumns]:
-        table = CostTable(profile)
-        chunks = self.layout.stages[stage]
-        return [ChunkColumns(chunk, table.chunk_units(chunk, self.policy)) for chunk in chunks]
-
-    def _owners(self, stage: int) -> tuple[tuple[int, ...], ...]:
-        return extra_owners(
-            self.schedule,
-            stage,
-            overlap_p2p=self.profile.overlap_p2p_comm,
-            deallocated=self.profile.deallocate_pipeline_outputs,
-        )
+    def _stage_bytes(self, stage: int, profile: Profile) -> StageBytes:
+        table, chunks = CostTable(profile), self.layout.stages[stage]
+        columns = [ChunkColumns(chunk, table.chunk_units(chunk, self.policy)) for chunk in chunks]
+        return StageBytes(stage_base(profile, self.layout, stage), columns)

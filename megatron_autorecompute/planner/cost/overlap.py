@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from typing import NamedTuple
 
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.schedule import Direction
@@ -30,6 +30,8 @@ _ORDER: tuple[tuple[Direction, int], ...] = (
 )
 """The order of the parts of two layers: attention, dispatch, experts, combine."""
 _LAST = 3
+_BEFORE, _AFTER = -1, 1 << 30
+"""Places before and after all layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +73,36 @@ def points(
             replaced it.
         idle_bytes: what units of the chunk that runs forward have kept since their last backward.
     """
-    yield from _Run(
-        _Parts.of(forward, boundary_bytes) if forward else _Parts((), (), (), 0),
-        _Parts.of(backward, boundary_bytes),
-        0 if backward.chunk.head else boundary_bytes + _kept(backward),
-        boundary_bytes,
-        leaves=last,
-        same=forward is backward,
-        idle=idle_bytes or {},
-    ).points()
+    ahead = _Parts.of(forward, boundary_bytes) if forward else _Parts((), (), (), 0)
+    behind = _Parts.of(backward, boundary_bytes)
+    gradient_bytes = 0 if backward.chunk.head else boundary_bytes + _kept(backward)
+    level = {"forward": 0, "backward": behind.total}
+    """Alive of each between two parts."""
+    left, idle = dict[int, int](), dict(idle_bytes or {})
+    """What layers keep until their next forward, by unit of the backward, and of the forward."""
+    above: _Layer | None = None
+    """The layer that ran backward before."""
+    steps = [*_forward(ahead, boundary_bytes), *_backward(behind, gradient_bytes, boundary_bytes)]
+    for step in sorted(steps, key=lambda step: step.at):
+        if step.peak_bytes is not None:
+            other = level["backward" if step.direction == "forward" else "forward"]
+            other += sum(left.values()) + sum(idle.values())
+            late = step.at[0] == _AFTER
+            yield Point(step.direction, step.unit, step.peak_bytes, other, late)
+        level[step.direction] = step.end_bytes
+        if step.direction == "forward":
+            idle.pop(step.unit, None)
+            if forward is backward:
+                left.pop(step.unit, None)
+        elif above and above.input_stays and above.unit in left and step.part in (0, _LAST):
+            # A layer is done with its gradient, or its output: the one above keeps it.
+            left[above.unit] += boundary_bytes
+        if step.direction == "backward" and step.part == 0:
+            above = behind.layers[-1 - step.at[0]]
+            beside = ahead.layers[step.at[0] :][:1]
+            is_replaced = forward is backward and beside and beside[0].unit >= above.unit
+            if last and not is_replaced:
+                left[above.unit] = above.parts[0].backward_end_bytes - 2 * boundary_bytes
 
 
 def idle_bytes(columns: ChunkColumns, boundary_bytes: int, apart: int) -> dict[int, int]:
@@ -99,121 +122,63 @@ def idle_bytes(columns: ChunkColumns, boundary_bytes: int, apart: int) -> dict[i
     }
 
 
-class _Run:
-    """Both microbatches' bytes as they change.
+class _Step(NamedTuple):
+    """What one unit runs of one microbatch, or one part of a layer."""
 
-    Args:
-        forward: the chunk that runs forward.
-        backward: the chunk that runs backward.
-        gradient_bytes: of the chunk's output, which the schedule holds, and of what that keeps.
-        boundary_bytes: the bytes of a hidden state.
-        leaves: whether layers keep something after their backward.
-        same: whether both are one chunk.
-        idle: what units of the forward have kept since their last backward.
-    """
+    at: tuple[int, int]
+    """The pair of layers, and the place in it; before all pairs or after them."""
+    direction: Direction
+    unit: int
+    peak_bytes: int | None
+    """The bytes of the microbatch while it runs; None: nothing runs."""
+    end_bytes: int
+    """The bytes of the microbatch from then on."""
+    part: int | None = None
 
-    def __init__(
-        self,
-        forward: _Parts,
-        backward: _Parts,
-        gradient_bytes: int,
-        boundary_bytes: int,
-        *,
-        leaves: bool,
-        same: bool,
-        idle: Mapping[int, int],
-    ) -> None:
-        self.forward, self.backward, self.gradient = forward, backward, gradient_bytes
-        self.boundary, self.leaves, self.same = boundary_bytes, leaves, same
-        self.passed = boundary_bytes if forward.layers or forward.total else 0
-        """The hidden state that the forward passes on, if there is one."""
-        self.low_own, self.low_other = 0, backward.total
-        """Bytes held before what runs: by the forward's microbatch, and by the backward's."""
-        self.own, self.other = 0, backward.total
-        """Alive of each between two parts."""
-        self.left: dict[int, int] = {}
-        """What layers keep until their next forward, by unit of the backward."""
-        self.idle = dict(idle)
-        """What layers keep until their next forward, by unit of the forward."""
-        self.above: _Layer | None = None
-        """The units that ran backward before."""
 
-    def points(self) -> Iterator[Point]:
-        """The points in order of time."""
-        yield from self._begin()
-        pairs = zip_longest(self.forward.layers, reversed(self.backward.layers))
-        for one, last in pairs:
-            yield from self._pair(one, last)
-        yield from self._finish()
+def _forward(chunk: _Parts, boundary_bytes: int) -> Iterator[_Step]:
+    # The hidden state that the forward passes on, if there is one.
+    passed = boundary_bytes if chunk.layers or chunk.total else 0
+    low = 0
+    for unit, costs in chunk.before:
+        low += costs.held_bytes
+        yield _Step((_BEFORE, 0), "forward", unit, low + costs.forward_transient_bytes, low)
+    yield _Step((_BEFORE, 1), "forward", -1, None, low + passed)
+    for number, layer in enumerate(chunk.layers):
+        for place, (direction, part) in enumerate(_ORDER):
+            if direction == "forward":
+                now, at = layer.parts[part], (number, place)
+                peak, end = low + now.forward_peak_bytes, low + now.forward_end_bytes
+                yield _Step(at, "forward", layer.unit, peak, end, part)
+        low += layer.held
+    yield _Step((_AFTER, 0), "forward", -1, None, low + passed)
+    for unit, costs in chunk.after:
+        low += costs.held_bytes
+        yield _Step((_AFTER, 0), "forward", unit, low + costs.forward_transient_bytes, low)
 
-    def _begin(self) -> Iterator[Point]:
-        """Embedding forward, head backward."""
-        for unit, costs in self.forward.before:
-            self.low_own += costs.held_bytes
-            yield self._forward(unit, self.low_own + costs.forward_transient_bytes)
-        self.own = self.low_own + self.passed
-        for unit, costs in reversed(self.backward.after):
-            yield self._backward(unit, self.low_other + costs.backward_transient_bytes)
-            self.low_other -= costs.held_bytes
-            self.other = self.low_other
-        self.other = self.low_other + self.boundary
 
-    def _pair(self, one: _Layer | None, last: _Layer | None) -> Iterator[Point]:
-        """A layer forward, a layer backward, or both."""
-        self.low_other -= last.held if last else 0
-        for direction, part in _ORDER:
-            if direction == "forward" and one:
-                now = one.parts[part]
-                yield self._forward(one.unit, self.low_own + now.forward_peak_bytes)
-                self.own = self.low_own + now.forward_end_bytes
-                self.idle.pop(one.unit, None)
-                if self.same:
-                    self.left.pop(one.unit, None)
-            elif direction == "backward" and last:
-                now = last.parts[part]
-                yield self._backward(last.unit, self.low_other + now.backward_peak_bytes)
-                self.other = self.low_other + now.backward_end_bytes
-                if part == _LAST:
-                    self._stays()  # this layer's output
-        if last:
-            self._stays()  # and the gradient of it
-            replaced = self.same and one is not None and one.unit >= last.unit
-            if self.leaves and not replaced:
-                self.left[last.unit] = last.parts[0].backward_end_bytes - 2 * self.boundary
-            self.above = last
-            self.low_other += self.gradient  # the first incoming one is the last layer's own
-            self.gradient = 0
-            self.other = self.low_other + 2 * self.boundary
-        self.low_own += one.held if one else 0
-
-    def _stays(self) -> None:
-        """A layer is done with its output, or its gradient: the one above may keep it."""
-        if self.above and self.above.input_stays and self.above.unit in self.left:
-            self.left[self.above.unit] += self.boundary
-
-    def _finish(self) -> Iterator[Point]:
-        """Head forward, embedding backward."""
-        self.own = self.low_own + self.passed
-        for unit, costs in self.forward.after:
-            self.low_own += costs.held_bytes
-            yield self._late(self._forward(unit, self.low_own + costs.forward_transient_bytes))
-            self.own = self.low_own
-        for unit, costs in reversed(self.backward.before):
-            alive = self.low_other + self.boundary  # its output
-            yield self._late(self._backward(unit, alive + costs.backward_transient_bytes))
-            self.low_other -= costs.held_bytes
-
-    def _forward(self, unit: int, own_bytes: int) -> Point:
-        return Point("forward", unit, own_bytes, self.other + self._waiting())
-
-    def _backward(self, unit: int, own_bytes: int) -> Point:
-        return Point("backward", unit, own_bytes, self.own + self._waiting())
-
-    def _waiting(self) -> int:
-        return sum(self.left.values()) + sum(self.idle.values())
-
-    def _late(self, point: Point) -> Point:
-        return replace(point, late=True)
+def _backward(chunk: _Parts, gradient_bytes: int, boundary_bytes: int) -> Iterator[_Step]:
+    """gradient_bytes: of the chunk's output, which the schedule holds, and of what that keeps."""
+    low = chunk.total
+    for unit, costs in reversed(chunk.after):
+        peak = low + costs.backward_transient_bytes
+        low -= costs.held_bytes
+        yield _Step((_BEFORE, 2), "backward", unit, peak, low)
+    yield _Step((_BEFORE, 2), "backward", -1, None, low + boundary_bytes)
+    for number, layer in enumerate(reversed(chunk.layers)):
+        low -= layer.held
+        for place, (direction, part) in enumerate(_ORDER):
+            if direction == "backward":
+                now, at = layer.parts[part], (number, place)
+                peak, end = low + now.backward_peak_bytes, low + now.backward_end_bytes
+                if part == 0:
+                    low += 0 if number else gradient_bytes  # the last layer's own until now
+                    end = low + 2 * boundary_bytes
+                yield _Step(at, "backward", layer.unit, peak, end, part)
+    for unit, costs in reversed(chunk.before):
+        peak = low + boundary_bytes + costs.backward_transient_bytes  # with its output
+        low -= costs.held_bytes
+        yield _Step((_AFTER, 1), "backward", unit, peak, low)
 
 
 def _kept(columns: ChunkColumns) -> int:

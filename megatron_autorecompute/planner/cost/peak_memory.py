@@ -14,7 +14,7 @@ keep some.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from operator import mul
 
@@ -29,10 +29,8 @@ from megatron_autorecompute.planner.cost.p2p_tensors import Moment, decisive_mom
 from megatron_autorecompute.planner.cost.schedule import Direction, Schedule
 from megatron_autorecompute.planner.cost.unit_costs import SIGN, Bound, hidden_states_received
 from megatron_autorecompute.profile import (
-    BytesAt,
-    ChoiceRecord,
+    Deferred,
     LayerBytes,
-    LayerKind,
     Profile,
     ScheduleOverhead,
     StaticBytes,
@@ -76,39 +74,30 @@ def check_layout(profile: Profile, layout: Layout, schedule: Schedule) -> None:
         )
 
 
-def check_figures(profile: Profile, layout: Layout, schedule: Schedule) -> None:
-    """Refuse figures whose sums exceed 64 bits; no real device or step has such figures.
+def check_figures(profile: Profile, schedule: Schedule) -> None:
+    """Refuse figures whose sums may exceed 64 bits; no real device or step has such figures.
 
     Raises: ProfileError.
     """
-    for stage, chunks in enumerate(layout.stages):
-        kinds = [profile.kind_of(layer) for chunk in chunks for layer in chunk.layers]
-        figures = [_most(kind) for kind in kinds]
-        figures += [_most_of(profile.embedding)] * any(chunk.embedding for chunk in chunks)
-        figures += [_most_of(profile.head)] * any(chunk.head for chunk in chunks)
-        figures += [_most_of(profile.final_norm)] if profile.final_norm else []
-        size, time_ms = (sum(part) for part in zip((0, 0.0), *figures, strict=True))
-        size = (schedule.warmup(stage) + 2) * (size + 8 * profile.boundary_bytes)
-        if size > MOST_BYTES_OF_A_STAGE or time_ms > MOST_MS_OF_A_STAGE:
-            raise ProfileError(
-                f"The records of stage {stage} add up to {size:.2g} bytes and to {time_ms:.2g} ms "
-                f"for one microbatch; at most {MOST_BYTES_OF_A_STAGE:.2g} bytes and "
-                f"{MOST_MS_OF_A_STAGE:.2g} ms are planned. Correct the records: bytes are of one "
-                "device, times in milliseconds."
-            )
-
-
-def _most(kind: LayerKind) -> tuple[int, float]:
-    factor = max((point.factor for point in kind.imbalance), default=1.0)
-    sizes, times = zip(*map(_most_of, kind.choices), strict=True)
-    return scaled_bytes(max(sizes), max(factor, 1.0)), max(times)
-
-
-def _most_of(record: ChoiceRecord) -> tuple[int, float]:
-    """An upper limit on the bytes of a layer under this choice, and its time in ms."""
-    figures: list[ChoiceRecord | BytesAt] = [record, *record.percentiles]
-    size = max(LayerBytes.of(each).total for each in figures)
-    return size + 3 * record.uncertainty_bytes, record.forward_ms + record.backward_ms
+    factors = [point.factor for kind in profile.kinds for point in kind.imbalance]
+    records = [record for kind in profile.kinds for record in kind.choices]
+    records += [profile.embedding, profile.head, *filter(None, [profile.final_norm])]
+    most = max(
+        LayerBytes.of(each).total + 3 * record.uncertainty_bytes
+        for record in records
+        for each in (record, *record.percentiles)
+    )
+    units = profile.num_layers + 3
+    size = units * (scaled_bytes(most, max([1.0, *factors])) + 8 * profile.boundary_bytes)
+    size *= schedule.warmup(0) + 2
+    time_ms = units * max(record.forward_ms + record.backward_ms for record in records)
+    if size > MOST_BYTES_OF_A_STAGE or time_ms > MOST_MS_OF_A_STAGE:
+        raise ProfileError(
+            f"The records add up to as much as {size:.2g} bytes of a stage and {time_ms:.2g} ms "
+            f"for one microbatch; at most {MOST_BYTES_OF_A_STAGE:.2g} bytes and "
+            f"{MOST_MS_OF_A_STAGE:.2g} ms are planned. Correct the records: bytes are of one "
+            "device, times in milliseconds."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +164,17 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
 
 
 def stage_moments(profile: Profile, schedule: Schedule, stage: int) -> tuple[Moment, ...]:
-    """The moments that can be a stage's peak, under the profile's pipeline settings."""
-    return decisive_moments(
-        schedule,
-        stage,
-        overlap_p2p=profile.overlap_p2p_comm,
-        deallocated=profile.deallocate_pipeline_outputs,
-        deferred=profile.deferred,
-    )
+    """The moments that can be a stage's peak, under the profile's settings."""
+    return decisive_moments(schedule, stage, *_settings(profile))
+
+
+def every_moment(profile: Profile, schedule: Schedule, stage: int) -> list[Moment]:
+    """The moment of each event of a stage, under the profile's settings."""
+    return p2p_tensors.every_moment(schedule, stage, *_settings(profile))
+
+
+def _settings(profile: Profile) -> tuple[bool, bool, Deferred | None]:
+    return profile.overlap_p2p_comm, profile.deallocate_pipeline_outputs, profile.deferred
 
 
 def _added_static(profile: Profile, chunks: Sequence[Chunk], stage: int) -> StaticBytes:
@@ -224,16 +216,7 @@ class Breakdown:
     @property
     def total_bytes(self) -> int:
         """Sum of the parts."""
-        return (
-            self.static_bytes
-            + self.in_flight_bytes
-            + self.running_bytes
-            + self.transient_bytes
-            + self.embedding_head_bytes
-            + self.overhead_bytes
-            + self.copy_bytes
-            + self.graph_bytes
-        )
+        return sum(astuple(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +298,10 @@ class StageBytes:
         """Bytes that are there whatever runs."""
         in_flight: int = sum(map(mul, moment.in_flight, self.held))
         return self.constant(moment) + in_flight + self.kept(moment)
+
+    def most(self, moment: Moment) -> int:
+        """The most at any point of a moment."""
+        return self.around(moment) + max(self.running(moment).most_bytes.values())
 
     def running(self, moment: Moment) -> Running:
         """What is there besides while units run."""
@@ -403,10 +390,10 @@ def stage_peak(
     most = base.static.total_bytes + base.optimizer_step_peak_bytes
     best: tuple[Moment, int, int] | None = None
     for number, moment in enumerate(moments):
-        running, around = own.running(moment), own.around(moment)
         copied = copies.during(number) if copies else 0
-        if around + max(running.most_bytes.values()) + copied <= most:
+        if own.most(moment) + copied <= most:
             continue
+        running, around = own.running(moment), own.around(moment)
         by_point = np.full(len(running.points), copied)
         if copied and copies and not moment.in_parts:
             is_backward = moment.direction == "backward"
@@ -445,43 +432,15 @@ def _named(own: StageBytes, stage: int, moment: Moment, point: int) -> str:
 def _with_graphs(own: StageBytes, moments: Sequence[Moment]) -> tuple[int, int]:
     """The most outside the pool of CUDA graphs, and the most in it, which nothing else can use."""
     base = own.base
-    pool = [chunk.in_graphs() for chunk in own.columns]
-    rest = [chunk.outside_graphs(base.boundary_bytes) for chunk in own.columns]
-    outside: int = max(
-        own.constant(moment) + _activations(rest, moment, base.boundary_bytes) for moment in moments
-    )
-    outside = max(outside, base.static.total_bytes + base.optimizer_step_peak_bytes)
-    pooled = max(_activations(pool, moment, 0) for moment in moments)
-    return outside, pooled
-
-
-def _activations(columns: Sequence[ChunkColumns], moment: Moment, boundary_bytes: int) -> int:
-    """The most that units hold and need while an event runs."""
-    held = [int(chunk.held_bytes.sum()) for chunk in columns]
-    reach = columns[moment.chunk].reach_bytes(moment.direction, boundary_bytes)
-    waiting: int = sum(map(mul, moment.in_flight, held))
-    return waiting + int(reach.max())
+    pool = StageBytes(replace(base, boundary_bytes=0), [each.in_graphs() for each in own.columns])
+    outside = [each.outside_graphs(base.boundary_bytes) for each in own.columns]
+    rest = StageBytes(base, outside)
+    least = base.static.total_bytes + base.optimizer_step_peak_bytes
+    pooled = max(pool.most(moment) - pool.constant(moment) for moment in moments)
+    return max(least, *map(rest.most, moments)), pooled
 
 
 def _running(moment: Moment) -> tuple[int | None, int | None]:
     """The chunks that run forward and backward."""
     own, other = moment.chunk, moment.beside
     return (own, other) if moment.direction == "forward" else (other, own)
-
-
-def turned(moment: Moment) -> Moment:
-    """The event at the same time."""
-    assert moment.beside is not None
-    direction: Direction = "backward" if moment.direction == "forward" else "forward"
-    return replace(moment, direction=direction, chunk=moment.beside, beside=moment.chunk)
-
-
-def every_moment(profile: Profile, schedule: Schedule, stage: int) -> list[Moment]:
-    """The moment of each event of a stage, under the profile's settings."""
-    return p2p_tensors.every_moment(
-        schedule,
-        stage,
-        overlap_p2p=profile.overlap_p2p_comm,
-        deallocated=profile.deallocate_pipeline_outputs,
-        deferred=profile.deferred,
-    )

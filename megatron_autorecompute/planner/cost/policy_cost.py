@@ -214,16 +214,19 @@ class PolicyCosts:
     def _of(self, policy: RecomputePolicy) -> PolicyCost:
         policy.checked_length(self.profile.num_layers, "The policy")
         units = self.units(policy)
-        step = self._offloaded(units)
-        peaks = {bound: self._peaks(bound, policy, step) for bound in self._tables}
+        step, stages = self.copies(policy), range(self.layout.num_stages)
+        peaks = {
+            bound: [self._peak(stage, policy, bound, step) for stage in stages]
+            for bound in self._tables
+        }
         cost = self._with_times(units, peaks, step)
-        both_ms = self._both_ms(policy, units)
+        both_ms = self._both_ms(policy)
         if both_ms is None:
             return cost
         launch_ms = max(0.0, both_ms - cost.step_ms)
         step_ms = cost.step_ms + launch_ms
         if policy.is_ahead:
-            later_ms = self._both_ms(policy, units, begins_early=False) or 0.0
+            later_ms = self._both_ms(policy, begins_early=False) or 0.0
             cost = replace(cost, ahead_ms=max(0.0, later_ms - step_ms))
         recompute_ms = step_ms - cost.stall_ms - self._plain_both_ms
         return replace(cost, step_ms=step_ms, launch_ms=launch_ms, recompute_ms=recompute_ms)
@@ -237,26 +240,18 @@ class PolicyCosts:
             return tuple((times_of(units).plus(self._residual).busy / PS_PER_MS).tolist())
         return two_clocks.met_ms(self.profile, policy, (units, host), self._residual)
 
-    def _both_ms(
-        self, policy: RecomputePolicy, units: StageUnits, *, begins_early: bool = True
-    ) -> float | None:
+    def _both_ms(self, policy: RecomputePolicy, begins_early: bool = True) -> float | None:
         """The step of both clocks; None where the host's is not known."""
         host = self._on_host(policy)
         if host is None:
             return None
-        return two_clocks.step_ms(
-            self.profile,
-            self.schedule,
-            policy,
-            (units, host),
-            self._residual,
-            begins_early=begins_early,
-        )
+        shared, both = (self.profile, self.schedule, policy), (self.units(policy), host)
+        return two_clocks.step_ms(*shared, both, self._residual, begins_early=begins_early)
 
     @cached_property
     def _plain_both_ms(self) -> float:
         """The step of both clocks without recompute; 0 where the host's is not known."""
-        return self._both_ms(self._fastest, self.units(self._fastest)) or 0.0
+        return self._both_ms(self._fastest) or 0.0
 
     @cached_property
     def clock_tables(self) -> tuple[CostTable, ...]:
@@ -282,25 +277,17 @@ class PolicyCosts:
 
     def copies(self, policy: RecomputePolicy) -> OffloadedStep | None:
         """The step replayed with its copies; None where nothing is copied."""
-        return self._offloaded(self.units(policy))
-
-    def _offloaded(self, units: StageUnits) -> OffloadedStep | None:
+        units = self.units(policy)
         if not offloads(units):
             return None
         return offloaded_step(self.schedule, units, self._residual.both, host_link(self.profile))
 
-    def _peaks(
-        self, bound: Bound, policy: RecomputePolicy, step: OffloadedStep | None
-    ) -> list[Peak]:
-        stages = range(self.layout.num_stages)
-        if step is None:
-            return [self.peak_alone(stage, policy, bound) for stage in stages]
-        return [self._peak_with(step, stage, policy, bound) for stage in stages]
-
-    def _peak_with(
-        self, step: OffloadedStep, stage: int, policy: RecomputePolicy, bound: Bound
+    def _peak(
+        self, stage: int, policy: RecomputePolicy, bound: Bound, step: OffloadedStep | None
     ) -> Peak:
-        """The peak of a stage with the copies of a step."""
+        """The peak of a stage, with the copies of a step."""
+        if step is None:
+            return self.peak_alone(stage, policy, bound)
         moments = every_moment(self.profile, step.schedule, stage)
         base, columns = self._base(stage, bound), self._columns(stage, policy, bound)
         return stage_peak(base, stage, columns, moments, step.stages[stage])

@@ -5,15 +5,11 @@ The order is the same in megatron-core 0.16.1 and 0.19.2, so the version does no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
+from itertools import chain
+from typing import Literal, NamedTuple
 
 from megatron_autorecompute.errors import PipelineError
-from megatron_autorecompute.planner.cost import Bools
 from megatron_autorecompute.planner.cost.layout import Layout, check_at_least, check_chunks
 
 Direction = Literal["forward", "backward"]
@@ -27,8 +23,7 @@ _SETTLED = 3
 """Groups after whose backwards every moment of the steady state has occurred once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """The forward or backward of one chunk for one microbatch, on one stage."""
 
     direction: Direction
@@ -56,8 +51,8 @@ class Schedule:
     """Megatron's `microbatch_group_size_per_vp_stage`: microbatches that pass one chunk before the
     next chunk runs. None means `num_stages`. It has no effect with one chunk per stage."""
     overlap_moe_expert_parallel_comm: bool = False
-    """Whether a forward and a backward run side by side, after one more warm-up forward. Of such a
-    pair the forward is listed first; `beside` says which events are pairs."""
+    """Whether a forward and the backward after it run side by side, after one more warm-up
+    forward."""
 
     @classmethod
     def of_layout(
@@ -135,7 +130,10 @@ class Schedule:
         Source: `get_pp_rank_microbatches`; on one stage with EP overlap,
         `combined_1f1b_schedule_for_no_pipelining`.
         """
-        self._check_stage(stage)
+        if not 0 <= stage < self.num_stages:
+            raise PipelineError(
+                f"Stage {stage} does not exist: stages are 0 to {self.num_stages - 1}."
+            )
         wanted = self.stride * (self.num_stages - 1 - stage) + self.warmup_of_last_stage
         return min(wanted, self.num_microbatches * self.num_chunks)
 
@@ -160,93 +158,28 @@ class Schedule:
         whole = _GROUPS if v > 1 else self.num_stages + _GROUPS
         return replace(self, num_microbatches=min(m // size, whole) * size + m % size)
 
-    def microbatches(self, stage: int, events: Sequence[int]) -> list[int]:
-        """For events of the shortened schedule, the microbatches of the first equal events here.
-
-        `events` are positions in `shortened().events(stage)`.
-        """
-        own = self.shortened().order(stage)[2] + self.left_out(stage)
-        found: list[int] = own[list(events)].tolist()
-        return found
-
-    def left_out(self, stage: int) -> NDArray[np.intp]:
+    def left_out(self, stage: int) -> list[int]:
         """For each event of the shortened schedule how many of the microbatches that it leaves out
         come before."""
         short = self.shortened()
         size = self.group_size if self.num_chunks > 1 else 1
         # What is there for the first time later than this is there because the schedule ends.
         once = short.warmup(stage) + 2 * _SETTLED * size * self.num_chunks
-        events = np.arange(2 * short.num_microbatches * short.num_chunks)
-        return np.where(events >= once, self.num_microbatches - short.num_microbatches, 0)
+        events = 2 * short.num_microbatches * short.num_chunks
+        more = self.num_microbatches - short.num_microbatches
+        return [more if event >= once else 0 for event in range(events)]
 
     def events(self, stage: int) -> tuple[Event, ...]:
-        """Return everything the stage does in a step, in order."""
-        backward, chunk, microbatch = self.order(stage)
-        return tuple(
-            Event("backward" if is_backward else "forward", c, b)
-            for is_backward, c, b in zip(
-                backward.tolist(), chunk.tolist(), microbatch.tolist(), strict=True
-            )
-        )
-
-    def in_flight(self, stage: int) -> NDArray[np.int32]:
-        """Return the number of microbatches in flight during each event, of shape [event, chunk].
-
-        In flight: the forward is done and the backward has not begun. The microbatch of the event
-        itself is therefore not counted; that of an event beside it is.
-        """
-        backward, chunk, _ = self.order(stage)
-        position = np.arange(len(chunk))
-        change = np.zeros((self.num_chunks, len(chunk)), np.int32)
-        change[chunk, position] = np.where(backward, -1, 1)
-        counts = np.cumsum(change, axis=1, dtype=np.int32)
-        counts[chunk[~backward], position[~backward]] -= 1
-        return counts.T
-
-    def beside(self, stage: int) -> NDArray[np.intp]:
-        """For each event the chunk of the event that runs at the same time; -1 for none.
-
-        With EP overlap a forward and the backward after it run side by side.
-        """
-        _, chunk, _ = self.order(stage)
-        found = np.full(len(chunk), -1)
-        if self.overlap_moe_expert_parallel_comm:
-            warmup = self.warmup(stage)
-            forwards = np.arange(warmup, len(chunk) - warmup, 2)
-            found[forwards], found[forwards + 1] = chunk[forwards + 1], chunk[forwards]
-        return found
-
-    def _check_stage(self, stage: int) -> None:
-        if not 0 <= stage < self.num_stages:
-            raise PipelineError(
-                f"Stage {stage} does not exist: stages are 0 to {self.num_stages - 1}."
-            )
-
-    def order(self, stage: int) -> tuple[Bools, NDArray[np.intp], NDArray[np.intp]]:
-        """Return for each event whether it is a backward, its chunk and its microbatch."""
-        total, warmup = self.num_microbatches * self.num_chunks, self.warmup(stage)
-        backward = np.zeros(2 * total, np.bool_)
-        cooldown = 2 * total - warmup
-        backward[warmup + 1 : cooldown : 2] = True
-        backward[cooldown:] = True
-        microbatch, chunk, _ = self.forward_table()
-        order = np.empty(2 * total, np.intp)
-        order[~backward] = order[backward] = np.arange(total)
-        chunks = chunk[order]
-        chunks[backward] = self.num_chunks - 1 - chunks[backward]
-        return backward, chunks, microbatch[order]
-
-    def forward_table(self) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]:
-        """Return microbatch, chunk and size of its group for each forward of a stage, in order.
-
-        The n-th backward has the same microbatch and the chunk counted from the end. Source:
-        `get_schedule_table`.
-        """
-        v, m = self.num_chunks, self.num_microbatches
+        """Return everything the stage does in a step, in order. Source: `get_schedule_table`."""
+        v, m, warmup = self.num_chunks, self.num_microbatches, self.warmup(stage)
         size = self.group_size if v > 1 else m
-        groups = [np.arange(start, min(start + size, m)) for start in range(0, m, size)]
-        return (
-            np.concatenate([np.tile(group, v) for group in groups]),
-            np.concatenate([np.repeat(np.arange(v), len(group)) for group in groups]),
-            np.concatenate([np.full(v * len(group), len(group)) for group in groups]),
-        )
+        table = [
+            (microbatch, chunk)
+            for start in range(0, m, size)
+            for chunk in range(v)
+            for microbatch in range(start, min(start + size, m))
+        ]
+        forwards = [Event("forward", chunk, microbatch) for microbatch, chunk in table]
+        backwards = [Event("backward", v - 1 - chunk, microbatch) for microbatch, chunk in table]
+        pairs = zip(forwards[warmup:], backwards, strict=False)
+        return *forwards[:warmup], *chain(*pairs), *backwards[len(table) - warmup :]

@@ -16,16 +16,11 @@ stage never waits longer for its receiver than for what it receives.
 from __future__ import annotations
 
 import functools
-import itertools
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from megatron_autorecompute.planner.cost import Bools, Ints
+from megatron_autorecompute.planner.cost import Ints
 from megatron_autorecompute.planner.cost.schedule import Schedule
-
-_NOTHING_CAME = -(1 << 62)
 
 
 def first_backward(schedule: Schedule) -> int:
@@ -45,191 +40,103 @@ def lookback(schedule: Schedule) -> int:
     return max(schedule.stride, round_trip * (schedule.num_chunks > 1)) + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """The slots that repeat: every stage does forwards of whole groups, and backwards."""
-
-    first: int
-    length: int
-    """Slots of one period."""
-    periods: int
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> Steady:
-        """The slots of a schedule; without periods where it is too short for one."""
-        p, v, m = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
-        size = schedule.group_size if v > 1 else 1
-        length = 2 * size * v if v > 1 else 2 * max(p, 8)
-        first = first_backward(schedule) + schedule.stride * (p - 1)
-        last = 2 * v * (m - m % size)
-        return cls(first, length, max(0, (last - first) // length))
-
-
-@dataclass(frozen=True, slots=True)
-class _Wait:
-    """What stages wait for in one slot, in one direction."""
-
-    view: int
-    before: slice
-    after: slice
-    round_trip: int | None
-    """Row in which the last stage has done the event whose output the first one waits for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """What stands in one slot of one stage, and where its input was made."""
-
-    direction: int
-    """0 is a forward, 1 a backward."""
-    chunk: int
-    row: int | None
-    """The row in a block's table; None where the input comes from no other stage."""
-    stage: int
-    receiver: int | None = None
-    """The stage that must have done its event two slots before, to take what this one sent then."""
+def steady(schedule: Schedule) -> tuple[int, int, int]:
+    """The slots that repeat, in which every stage does forwards of whole groups, and backwards: the
+    first one, how many a period has, and the periods; none where the schedule is too short."""
+    p, v, m = schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
+    size = schedule.group_size if v > 1 else 1
+    length = 2 * size * v if v > 1 else 2 * max(p, 8)
+    first = first_backward(schedule) + schedule.stride * (p - 1)
+    last = 2 * v * (m - m % size)
+    return first, length, max(0, (last - first) // length)
 
 
 class Block:
     """Some slots in a row: which events stand in them, and what each waits for.
 
-    In the table of a run column `stage + 1` is when the stage has finished what it has to do up to
-    the slot, and columns 0 and p + 1 are what arrives at the first stage and, backward, at the
-    last. Seen from the last stage, backwards are as forwards are from the first: hence two views.
+    In the table of a run a row is a slot, after `lookback` rows from before the block, and a column
+    is a stage: when the stage has finished what it has to do up to the slot. A *place* is the
+    number of an entry, row by row.
+
+    Every array is of shape [slot, stage].
     """
 
     def __init__(self, schedule: Schedule, first: int, count: int) -> None:
-        self.stride, self.lookback = schedule.stride, lookback(schedule)
-        self.shape, self.last = (count, schedule.num_stages), schedule.num_chunks - 1
-        self.waits: list[list[_Wait]] = [[] for _ in range(count)]
-        self._inputs: dict[tuple[int, int], Input | None] = {}
-        self.receivers: list[list[tuple[Ints, Ints]]] = [[] for _ in range(count)]
-        """The columns of stages whose event waits for a receiver, and of receivers, by slot."""
-        found: tuple[list[Ints], list[Ints]] = ([], [])
-        for view, start in enumerate((0, first_backward(schedule))):
-            for number in range(count):
-                since = first + number - start
-                stages = _active(since, schedule)
-                if stages:
-                    self.waits[number].append(self._wait(schedule, view, number, since, stages))
-                    own = np.array(stages, np.int64)
-                    events = (since - schedule.stride * own) // 2
-                    self.receivers[number] += _receivers(schedule, view, own, events)
-                    found[view].append(
-                        np.stack([np.full(len(own), number), own, _chunk(schedule, events)])
-                    )
-        none = np.zeros((3, 0), np.int64)
-        self.events = [np.concatenate([none, *part], axis=1) for part in found]
+        p = schedule.num_stages
+        self.lookback, self.shape = lookback(schedule), (count, p)
+        self.direction = np.full(self.shape, -1)
+        """0 is a forward, 1 a backward; -1 where nothing stands."""
+        self.chunk = np.zeros(self.shape, np.int64)
+        stages, slots = np.arange(p), np.arange(count)[:, None]
+        self.before = (self.lookback - 1 + slots) * p + stages
+        """The place of the slot before."""
+        self.made = self.before.copy()
+        """The place where an event's input is made; `before` if it comes from no other stage."""
+        self.taken = self.before.copy()
+        """The place two slots before, of the stage that must have done its event there to take what
+        this one sent then; `before` where it does not wait."""
+        self._put(schedule, 0, first + slots, stages)
+        self._put(schedule, 1, first + slots - first_backward(schedule), stages[::-1])
+        self._waits = (self.taken != self.before).any(axis=1).tolist()
 
-    def _wait(self, schedule: Schedule, view: int, number: int, since: int, stages: range) -> _Wait:
-        before = slice(stages.start, stages.stop, stages.step)
-        after = slice(stages.start + 1, stages.stop + 1, stages.step)
-        round_trip = None
-        event = since // 2
-        if stages.start == 0 and _chunk(schedule, np.array([event]))[0] > 0:
-            hops = schedule.stride * (schedule.num_stages - 1)
-            round_trip = self.lookback + number + hops - 2 * _group_size(schedule, event)
-        return _Wait(view, before, after, round_trip)
+    def _put(self, schedule: Schedule, direction: int, since: Ints, places: Ints) -> None:
+        """Put all forwards, or all backwards.
+
+        Args:
+            schedule: the order of events.
+            direction: 0 is forwards.
+            since: slots since the first one of a step, `[slot, 1]`.
+            places: of the stages, in the order in which a microbatch passes them.
+        """
+        p, last, stride = schedule.num_stages, schedule.num_chunks - 1, schedule.stride
+        total, step = schedule.num_microbatches * schedule.num_chunks, -1 if direction else 1
+        since = since - stride * places
+        there = (since % 2 == 0) & (since >= 0) & (since < 2 * total)
+        events, place = since[there] // 2, np.broadcast_to(places, there.shape)[there]
+        stage = np.flatnonzero(there) % p
+        row = self.before[there] - stage + p
+        chunk = _chunk(schedule, events)
+        self.direction[there] = direction
+        self.chunk[there] = last - chunk if direction else chunk
+        back = np.where(place > 0, stride, 2 * _group_size(schedule, events) - stride * (p - 1))
+        made = row - back * p + (stage - step) % p
+        self.made[there] = np.where((place > 0) | (chunk > 0), made, self.before[there])
+        if last:
+            warmup = np.array([schedule.warmup(own) for own in range(p)])[stage]
+            waits = events > total - warmup if direction else (events >= 1) & (events <= warmup)
+            waits &= (place < p - 1) | (_chunk(schedule, events - 1) < last)
+            taken = row - 2 * p + (stage + step) % p
+            self.taken[there] = np.where(waits, taken, self.before[there])
 
     def run(self, window: Ints, forward: Ints, backward: Ints, ahead: Ints | None = None) -> Ints:
         """The last `lookback` rows after the block, from those before it."""
-        return self.table(window, forward, backward, ahead)[self.shape[0] :, 1:-1]
+        return self.table(window, forward, backward, ahead)[self.shape[0] :]
 
     def table(self, window: Ints, forward: Ints, backward: Ints, ahead: Ints | None = None) -> Ints:
-        """The whole table: `[lookback + slot, column, ...]`."""
+        """The whole table: `[lookback + slot, stage, ...]`."""
         count, stages = self.shape
-        finish = np.empty((self.lookback + count, stages + 2, *forward.shape[2:]), np.int64)
-        finish[: self.lookback, 1:-1] = window
-        finish[:, 0] = finish[:, -1] = _NOTHING_CAME
-        duration = np.zeros((*self.shape, *forward.shape[2:]), np.int64)
-        number, stage, chunk = self.events[0]
-        duration[number, stage] = forward[stage, chunk]
-        number, stage, chunk = self.events[1]
-        stage = stages - 1 - stage
-        duration[number, stage] = backward[stage, self.last - chunk]
-        early = None if ahead is None else np.zeros_like(duration)
-        if early is not None and ahead is not None:
-            early[number, stage] = ahead[stage, self.last - chunk]
-        views = (finish, finish[:, ::-1])
-        for number, waits in enumerate(self.waits):
-            row = self.lookback + number
-            now = finish[row, 1:-1]
-            now[...] = finish[row - 1, 1:-1]
+        finish = np.empty((self.lookback + count, stages, *forward.shape[2:]), np.int64)
+        finish[: self.lookback] = window
+        nothing, columns = np.zeros_like(forward), np.arange(stages)
+        duration = np.stack([forward, backward, nothing])[self.direction, columns, self.chunk]
+        early = None
+        if ahead is not None:
+            early = np.stack([nothing, ahead, nothing])[self.direction, columns, self.chunk]
+            duration -= early
+        places = finish.reshape(-1, *forward.shape[2:])
+        for number in range(count):
+            now = finish[self.lookback + number]
+            now[...] = finish[self.lookback + number - 1]
             if early is not None:
                 now += early[number]
-                duration[number] -= early[number]
-            for own, receivers in self.receivers[number]:
-                finish[row, own] = np.maximum(finish[row, own], finish[row - 2, receivers])
-            for wait in waits:
-                view = views[wait.view]
-                if wait.round_trip is not None:
-                    view[row - self.stride, 0] = view[wait.round_trip, stages]
-                here = view[row, wait.after]
-                np.maximum(here, view[row - self.stride, wait.before], out=here)
+            if self._waits[number]:
+                np.maximum(now, places[self.taken[number]], out=now)
+            np.maximum(now, places[self.made[number]], out=now)
             now += duration[number]
         return finish
 
-    @cached_property
-    def _standing(self) -> Ints:
-        """`[direction or chunk, slot, stage]` of what stands there; -1 where nothing does."""
-        standing = np.full((2, *self.shape), -1)
-        for view, (number, place, chunk) in enumerate(self.events):
-            stage, own = (self.shape[1] - 1 - place, self.last - chunk) if view else (place, chunk)
-            standing[:, number, stage] = np.stack([np.full_like(own, view), own])
-        return standing
-
-    @property
-    def stands(self) -> Bools:
-        """Whether anything stands there, `[slot, stage]`."""
-        found: Bools = self._standing[0] >= 0
-        return found
-
-    def input(self, number: int, stage: int) -> Input | None:
-        """What stands in a slot of a stage; None where nothing does."""
-        place = number, stage
-        if place not in self._inputs:
-            view, chunk = self._standing[:, number, stage].tolist()
-            self._inputs[place] = None if view < 0 else self._input(number, stage, view, chunk)
-        return self._inputs[place]
-
-    def _input(self, number: int, stage: int, view: int, chunk: int) -> Input:
-        pairs = (pair.T.tolist() for pair in map(np.array, self.receivers[number]))
-        receiver = {own - 1: by - 1 for own, by in itertools.chain.from_iterable(pairs)}.get(stage)
-        before = stage + 1 if view else stage - 1
-        if 0 <= before < self.shape[1]:
-            return Input(view, chunk, self.lookback + number - self.stride, before, receiver)
-        rows = (wait.round_trip for wait in self.waits[number] if wait.view == view)
-        return Input(view, chunk, next(rows), self.shape[1] - 1 - stage, receiver)
-
 
 block = functools.lru_cache(maxsize=32)(Block)
-
-
-def _active(since: int, schedule: Schedule) -> range:
-    """The stages that have a forward (backward) so many slots after the first one."""
-    stride, p = schedule.stride, schedule.num_stages
-    last = 2 * (schedule.num_microbatches * schedule.num_chunks - 1)
-    low, high = max(0, -((last - since) // stride)), min(p - 1, since // stride)
-    if stride == 2:
-        return range(low, high + 1) if since % 2 == 0 else range(0)
-    return range(low + (since - low) % 2, high + 1, 2)
-
-
-def _receivers(
-    schedule: Schedule, view: int, places: Ints, events: Ints
-) -> list[tuple[Ints, Ints]]:
-    """Columns of the stages whose events wait until what they sent last is received, and of those
-    that receive it. Backwards are seen from the last stage."""
-    p, every = schedule.num_stages, schedule.num_microbatches * schedule.num_chunks
-    if schedule.num_chunks == 1:
-        return []
-    stages = p - 1 - places if view else places
-    warmup = np.array([schedule.warmup(stage) for stage in stages.tolist()])
-    waits = events > every - warmup if view else (events >= 1) & (events <= warmup)
-    is_last = _chunk(schedule, events - 1) == schedule.num_chunks - 1
-    waits &= ~((places == p - 1) & is_last)
-    own, receivers = stages[waits], (stages[waits] + (-1 if view else 1)) % p
-    return [(own + 1, receivers + 1)] if len(own) else []
 
 
 def _chunk(schedule: Schedule, events: Ints) -> Ints:
@@ -242,7 +149,7 @@ def _chunk(schedule: Schedule, events: Ints) -> Ints:
     return np.where(events < whole, events // size % schedule.num_chunks, in_last)
 
 
-def _group_size(schedule: Schedule, event: int) -> int:
-    """Microbatches in the group of a forward (backward)."""
+def _group_size(schedule: Schedule, events: Ints) -> Ints:
+    """Microbatches in the group of forwards (backwards)."""
     size, m = schedule.group_size, schedule.num_microbatches
-    return size if event < (m - m % size) * schedule.num_chunks else m % size
+    return np.where(events < (m - m % size) * schedule.num_chunks, size, m % size)

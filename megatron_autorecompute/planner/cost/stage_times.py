@@ -67,19 +67,16 @@ def residual_ms(profile: Profile, layout: Layout, stage: int) -> float:
 
 def residual_times(table: CostTable, layout: Layout) -> Times:
     """The residuals, which are added to the times of every policy; see the module docstring."""
-    shares = [_residual_of(table, layout, stage) for stage in range(layout.num_stages)]
-    return Times(*(np.array(part, np.int64) for part in zip(*shares, strict=True)))
-
-
-def _residual_of(table: CostTable, layout: Layout, stage: int) -> tuple[list[int], list[int]]:
-    chunks = layout.stages[stage]
-    residual = round(residual_ms(table.profile, layout, stage) * PS_PER_MS)
-    if not residual:
-        return [0] * len(chunks), [0] * len(chunks)
-    least = [least_times(table, chunk) for chunk in chunks]
-    events = [forward for forward, _ in least] + [backward for _, backward in least]
-    shares = _shared(max(residual, -sum(events)), events)
-    return shares[: len(chunks)], shares[len(chunks) :]
+    found = np.zeros((2, layout.num_stages, layout.num_chunks), np.int64)
+    for stage, chunks in enumerate(layout.stages):
+        residual = round(residual_ms(table.profile, layout, stage) * PS_PER_MS)
+        if residual:
+            least = np.array([least_times(table, chunk) for chunk in chunks]).T
+            if not least.any():
+                least[1, -1] = 1  # all in the last backward
+            share = max(residual / int(least.sum()), -1.0)
+            found[:, stage] = np.rint(share * least)
+    return Times(*found)
 
 
 def least_times(table: CostTable, chunk: Chunk) -> tuple[int, int]:
@@ -94,14 +91,3 @@ def least_times(table: CostTable, chunk: Chunk) -> tuple[int, int]:
         sum(min(unit.forward_ps for unit in units) for units in options),
         sum(min(unit.backward_ps for unit in units) for units in options),
     )
-
-
-def _shared(amount: int, weights: Sequence[int]) -> list[int]:
-    """Integer parts of an amount in proportion to the weights; the last gets all if they are 0."""
-    total, given, shares = sum(weights), 0, list[int]()
-    if total == 0:
-        return [0] * (len(weights) - 1) + [amount]
-    for upto in np.cumsum(weights).tolist():
-        shares.append(amount * upto // total - given)
-        given += shares[-1]
-    return shares

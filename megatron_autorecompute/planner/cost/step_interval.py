@@ -22,7 +22,7 @@ from statistics import NormalDist
 import numpy as np
 
 from megatron_autorecompute.planner.cost import Floats, Ints
-from megatron_autorecompute.planner.cost.layout import Chunk
+from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.stage_times import (
@@ -127,20 +127,23 @@ class StepErrors:
     """
 
     def __init__(self, costs: PolicyCosts, policy: RecomputePolicy) -> None:
-        self._clocks = [_Clock(costs, policy, table) for table in costs.clock_tables]
+        self._clocks = [_readings(costs, policy, table) for table in costs.clock_tables]
         """The clock of the device and, where it is known, that of the host."""
-        longest_ms = max(clock.step_ps for clock in self._clocks) / PS_PER_MS
+        longest_ms = max(first.step_ps for first, *_ in self._clocks) / PS_PER_MS
         self.waits_ms = max(0.0, costs.of(policy).step_ms - longest_ms)
         """For copies, and of the clocks for each other; the same at both ends."""
 
     def interval(self) -> StepInterval | None:
         """The interval of the step; None where no time of it is known to err."""
-        ends = [clock.ends_ps() for clock in self._clocks]
-        low_ps, high_ps = max(low for low, _ in ends), max(high for _, high in ends)
-        if low_ps == high_ps:
+        lows, highs = [], []
+        for readings in self._clocks:
+            low_ps, high_ps = zip(*(reading.ends_ps() for reading in readings), strict=True)
+            lows.append(min(low_ps))
+            highs.append(max(high_ps))
+        if max(lows) == max(highs):
             return None
-        waits_ms = self.waits_ms
-        return StepInterval(max(0.0, low_ps) / PS_PER_MS + waits_ms, high_ps / PS_PER_MS + waits_ms)
+        low_ms, high_ms = max(0.0, *lows) / PS_PER_MS, max(highs) / PS_PER_MS
+        return StepInterval(low_ms + self.waits_ms, high_ms + self.waits_ms)
 
     def surely_shorter(self, other: StepErrors) -> bool:
         """Whether this step is shorter than the other one in at least 95% of profiles, by the clock
@@ -150,92 +153,68 @@ class StepErrors:
         shorter and no time errs.
         """
         pairs = zip_longest(self._clocks, other._clocks, fillvalue=other._clocks[0])
-        own, others = max(pairs, key=lambda pair: pair[0].step_ps)
-        return own.is_surely_shorter(others)
+        own, others = max(pairs, key=lambda pair: pair[0][0].step_ps)
+        return all(  # one is read only where a residual is
+            (one or own[0]).is_surely_shorter(two or others[0])
+            for one, two in zip_longest(own, others)
+        )
 
     def ties_with(self, other: StepErrors) -> bool:
         """Whether neither step is surely the shorter one."""
         return not (self.surely_shorter(other) or other.surely_shorter(self))
 
 
-class _Clock:
-    """Errors of a step that one clock alone decides.
+def _readings(costs: PolicyCosts, policy: RecomputePolicy, table: CostTable) -> list[_Reading]:
+    """The step that the times of one clock alone decide: with residuals added to it and, where
+    there are any, as shares of the work."""
+    units = table.units(costs.layout, policy)
+    own, residual = times_of(units), residual_times(table, costs.layout)
+    errors = _errors_of(table.profile, policy, units, own)
+    readings = [_Reading(costs.schedule, own.plus(residual), errors)]
+    if residual.busy.any():
+        grown = _grown(table, costs.layout, own, residual)
+        readings.append(_Reading(costs.schedule, grown, errors))
+    return readings
 
-    table: the costs of that clock's times.
-    """
 
-    def __init__(self, costs: PolicyCosts, policy: RecomputePolicy, table: CostTable) -> None:
-        self.policy, self._layout, self._profile = policy, costs.layout, table.profile
-        self._table = table
-        units = [
-            [self._table.chunk_units(chunk, policy) for chunk in chunks]
-            for chunks in costs.layout.stages
-        ]
-        errors = self._of_records(units)
-        own, residual = times_of(units), residual_times(self._table, costs.layout)
-        self.readings = [_Reading(costs.schedule, own.plus(residual), errors)]
-        if residual.busy.any():
-            self.readings.append(_Reading(costs.schedule, self._grown(own, residual), errors))
-        self.step_ps = self.readings[0].step_ps
-
-    def ends_ps(self) -> tuple[float, float]:
-        """Low and high end."""
-        ends = [reading.ends_ps() for reading in self.readings]
-        return min(low for low, _ in ends), max(high for _, high in ends)
-
-    def is_surely_shorter(self, other: _Clock) -> bool:
-        """See `StepErrors.surely_shorter`."""
-        pairs = zip_longest(self.readings, other.readings)  # one where no residual is read
-        first = self.readings[0], other.readings[0]
-        return all((own or first[0]).is_surely_shorter(others or first[1]) for own, others in pairs)
-
-    # --- residuals --------------------------------------------------------------------------------
-
-    def _grown(self, own: Times, residual: Times) -> Times:
-        """The times if what layers leave unexplained is a share of a stage's work."""
-        forward, backward = own.forward.copy(), own.backward.copy()
-        for stage, chunks in enumerate(self._layout.stages):
-            residual_ps = int(residual.busy[stage])
-            if residual_ps:
-                measured_ps = max(1, sum(self._measured_ps(chunk) for chunk in chunks))
-                forward[stage] += residual_ps * forward[stage] // measured_ps
-                backward[stage] += residual_ps * backward[stage] // measured_ps
-        nothing = np.zeros_like(forward)
-        return Times(forward, backward, own.ahead).plus(Times(nothing, nothing))
-
-    def _measured_ps(self, chunk: Chunk) -> int:
-        """The measured time of a chunk in the step; the least one where none is known."""
-        step = self._profile.measured_step
+def _grown(table: CostTable, layout: Layout, own: Times, residual: Times) -> Times:
+    """The times if what layers leave unexplained is a share of a stage's measured work, or of the
+    least work where none was measured."""
+    step, profile = table.profile.measured_step, table.profile
+    forward, backward = own.forward.copy(), own.backward.copy()
+    for stage, chunks in enumerate(layout.stages):
+        residual_ps = int(residual.busy[stage])
+        if not residual_ps:
+            continue
         if step is None:
-            return sum(least_times(self._table, chunk))
-        policy = RecomputePolicy.parse(step.recompute_policy, num_layers=self._profile.num_layers)
-        return sum(unit.time_ps for unit in self._table.chunk_units(chunk, policy))
+            measured_ps = sum(sum(least_times(table, chunk)) for chunk in chunks)
+        else:
+            ran = RecomputePolicy.parse(step.recompute_policy, num_layers=profile.num_layers)
+            units = [unit for chunk in chunks for unit in table.chunk_units(chunk, ran)]
+            measured_ps = sum(unit.time_ps for unit in units)
+        for times in (forward, backward):
+            times[stage] += residual_ps * times[stage] // max(1, measured_ps)
+    nothing = np.zeros_like(forward)
+    return Times(forward, backward, own.ahead).plus(Times(nothing, nothing))
 
-    # --- records ----------------------------------------------------------------------------------
 
-    def _of_records(self, units: Sequence[Sequence[Sequence[Unit]]]) -> _Errors:
-        found: dict[_Source, Floats] = {}
-        shape = 2, self._layout.num_stages, self._layout.num_chunks
-        for stage, chunks in enumerate(units):
-            for chunk, own in enumerate(chunks):
-                for source, forward_ps, backward_ps in self._shares(own):
-                    error = found.setdefault(source, np.zeros(shape))
-                    error[:, stage, chunk] += forward_ps, backward_ps
-        if self._profile.times_error:
-            whole = times_of([[tuple(chunk) for chunk in chunks] for chunks in units])
-            every = np.stack([whole.forward, whole.backward]).astype(np.float64)
-            found["all times",] = self._profile.times_error * every
-        return found
-
-    def _shares(self, units: Sequence[Unit]) -> Iterator[tuple[_Source, float, float]]:
-        """What each unit adds: its error is shared by forward and backward as its time is."""
-        size = self._profile.parallelism.micro_batch_size  # another size was measured on its own
-        for unit in units:
-            for name, record in records_of(self._profile, self.policy, unit):
+def _errors_of(
+    profile: Profile, policy: RecomputePolicy, units: Sequence[Sequence[Sequence[Unit]]], own: Times
+) -> _Errors:
+    """A unit's error is shared by forward and backward as its time is."""
+    found: dict[_Source, Floats] = {}
+    size = profile.parallelism.micro_batch_size  # another size was measured on its own
+    for stage, chunks in enumerate(units):
+        for chunk, unit in ((at, unit) for at, each in enumerate(chunks) for unit in each):
+            for name, record in records_of(profile, policy, unit):
                 error_ps = deviation_ms(record) * PS_PER_MS
                 if error_ps:
                     share = unit.forward_ps / unit.time_ps if unit.time_ps else 0.0
-                    yield (size, *name), share * error_ps, (1 - share) * error_ps
+                    error = found.setdefault((size, *name), np.zeros(own.both.shape))
+                    error[:, stage, chunk] += share * error_ps, (1 - share) * error_ps
+    if profile.times_error:
+        found["all times",] = profile.times_error * own.both.astype(np.float64)
+    return found
 
 
 class _Reading:

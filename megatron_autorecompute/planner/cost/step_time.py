@@ -17,7 +17,7 @@ any one path never take longer than the step, and the counts of `critical_paths`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,11 @@ import numpy as np
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost import Floats, Ints
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.cost.slots import Block, Steady, block, lookback, num_slots
+from megatron_autorecompute.planner.cost.slots import Block, block, num_slots, steady
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 
 MOST = 1 << 61
 """Sums of times stay below this."""
-_FEW_PERIODS = 4
 
 
 def replay_ms(
@@ -64,8 +63,9 @@ def event_ends_ms(
     times, per_ms = _whole(schedule, forward_ms, backward_ms, ahead_ms)
     slots = block(schedule, 0, num_slots(schedule))
     window = np.zeros((slots.lookback, schedule.num_stages), np.int64)
-    ends = slots.table(window, *times)[slots.lookback :, 1:-1] / per_ms
-    return [ends[slots.stands[:, stage], stage] for stage in range(schedule.num_stages)]
+    ends = slots.table(window, *times)[slots.lookback :] / per_ms
+    stands = slots.direction >= 0
+    return [ends[stands[:, stage], stage] for stage in range(schedule.num_stages)]
 
 
 def step_unit(schedule: Schedule, all_ps: float) -> int:
@@ -107,29 +107,39 @@ class Part:
     @property
     def after(self) -> Ints:
         """When each stage had finished its last few slots, after the last time."""
-        following: Ints = self.table[self.block.shape[0] :, 1:-1]
+        following: Ints = self.table[self.block.shape[0] :]
         return following if self.step is None else following + (self.times - 1) * self.step
 
 
 def parts(
     schedule: Schedule, forward: Ints, backward: Ints, ahead: Ints | None = None
 ) -> Iterator[Part]:
-    """A replay in order; arguments as of `finished`."""
-    steady = Steady.of(schedule)
-    shape = (lookback(schedule), schedule.num_stages, *forward.shape[2:])
-    window, slot = np.zeros(shape, np.int64), 0
-    if steady.periods >= _FEW_PERIODS:
-        first = block(schedule, 0, steady.first)
-        part = Part(first, first.table(window, forward, backward, ahead))
-        window = part.after
+    """A replay in order; arguments as of `finished`. Periods that are known to take what the two
+    before them took are one part."""
+    times = forward, backward, ahead
+    first, length, periods = steady(schedule)
+    begin, end = block(schedule, 0, first), first + periods * length
+    window = np.zeros((begin.lookback, schedule.num_stages, *forward.shape[2:]), np.int64)
+    part, step, done = Part(begin, begin.table(window, *times)), None, 0
+    yield part
+    while done < periods:
+        period, window, before = block(schedule, first, length), part.after, step
+        part = Part(period, period.table(window, *times))
         yield part
-        period = block(schedule, steady.first, steady.length)
-        for part in _repeated(period, window, (forward, backward, ahead), steady.periods):
-            window = part.after
-            yield part
-        slot = steady.first + steady.periods * steady.length
-    rest = block(schedule, slot, num_slots(schedule) - slot)
-    yield Part(rest, rest.table(window, forward, backward, ahead))
+        step, done = part.after - window, done + 1
+        if before is not None and done < periods and np.array_equal(step, before):
+            window, more = part.after, periods - done
+            # Half as many until the last of them takes as long.
+            while more and not np.array_equal(
+                period.run(window + (more - 1) * step, *times), window + more * step
+            ):
+                more //= 2
+            if more:
+                part = Part(period, period.table(window, *times), step, more)
+                yield part
+                step, done = None, done + more
+    rest = block(schedule, end, num_slots(schedule) - end)
+    yield Part(rest, rest.table(part.after, *times))
 
 
 def _times(schedule: Schedule, times: Sequence[Sequence[float]] | Floats, name: str) -> Floats:
@@ -160,40 +170,6 @@ def _rounded(values: Floats) -> Ints:
     return np.rint(values).astype(np.int64)
 
 
-def _repeated(
-    period: Block, window: Ints, times: tuple[Ints, Ints, Ints | None], periods: int
-) -> Iterator[Part]:
-    """So many periods; those that are known to take what the two before them took are one part."""
-    done, before = 0, None
-    while done < periods:
-        part = Part(period, period.table(window, *times))
-        yield part
-        step, window, done = part.after - window, part.after, done + 1
-        if before is None or done == periods or not np.array_equal(step, before):
-            before = step
-            continue
-        ahead = _ahead(lambda now: period.run(now, *times), window, step, periods - done)
-        if ahead:
-            yield Part(period, period.table(window, *times), step, ahead)
-        window, done = window + ahead * step, done + ahead
-        before = None if ahead else step
-
-
-def _ahead(run: Callable[[Ints], Ints], window: Ints, step: Ints, most: int) -> int:
-    """How many of the next `most` periods take as long as the last two."""
-
-    def still(count: int) -> bool:
-        return np.array_equal(run(window + (count - 1) * step), window + count * step)
-
-    if still(most):
-        return most
-    right, wrong = 0, most
-    while wrong - right > 1:
-        middle = (right + wrong) // 2
-        right, wrong = (middle, wrong) if still(middle) else (right, middle)
-    return right
-
-
 _Place = tuple[int, int]
 """(row of a window, stage)"""
 
@@ -210,10 +186,8 @@ def critical_paths(schedule: Schedule, forward: Ints, backward: Ints) -> list[In
         forward: time of one forward, `[stage, chunk]`, as of `finished`.
         backward: the same of one backward.
     """
-    replayed = [(part, part.table[:, 1:-1]) for part in parts(schedule, forward, backward)]
-    last = replayed[-1][0].after
-    walks = _Walk(forward, backward, True), _Walk(forward, backward, False)
-    one, other = (walk.whole(replayed, last) for walk in walks)
+    replayed = [(part, part.table) for part in parts(schedule, forward, backward)]
+    one, other = (_Walk(forward, backward, own).whole(replayed) for own in (True, False))
     return [one] if np.array_equal(one, other) else [one, other]
 
 
@@ -224,9 +198,8 @@ def one_path_each(schedule: Schedule, forward: Ints, backward: Ints) -> list[Int
     """
     found, together = [], list(parts(schedule, forward, backward))
     for i in range(forward.shape[-1]):
-        replayed = [(part, part.table[:, 1:-1, i]) for part in together]
-        walk = _Walk(forward[..., i], backward[..., i], True)
-        found.append(walk.whole(replayed, together[-1].after[..., i]))
+        replayed = [(part, part.table[..., i]) for part in together]
+        found.append(_Walk(forward[..., i], backward[..., i], True).whole(replayed))
     return found
 
 
@@ -238,9 +211,10 @@ class _Walk:
         self.times = (forward.tolist(), backward.tolist())
         self.counts = np.zeros((2, *forward.shape), np.int64)
 
-    def whole(self, replayed: Sequence[tuple[Part, Ints]], last: Ints) -> Ints:
+    def whole(self, replayed: Sequence[tuple[Part, Ints]]) -> Ints:
         """The paths from the end of a replay to its beginning; `[direction, stage, chunk]`."""
-        place = last.shape[0] - 1, int(last[-1].argmax())
+        last, finish = replayed[-1]
+        place = last.block.lookback - 1, int(finish[-1].argmax())
         for part, table in reversed(replayed):
             place = self.through(part, table, place)
         return self.counts
@@ -257,15 +231,12 @@ class _Walk:
         seen: dict[_Place, tuple[int, Ints]] = {}
         left = part.times
         while left:
-            if place in seen:
-                # It goes in a circle: so many rounds of it at once.
-                before, counts = seen.pop(place)
-                rounds = left // (before - left)
+            if place in seen:  # it goes in a circle: so many rounds of it at once
+                before, counts = seen[place]
+                rounds, left = divmod(left, before - left)
                 self.counts += rounds * (self.counts - counts)
-                left -= rounds * (before - left)
                 seen.clear()
-                if not left:
-                    break
+                continue
             seen[place] = left, self.counts.copy()
             if place not in known:
                 known[place] = self._once(part.block, table, place)
@@ -275,22 +246,18 @@ class _Walk:
         return place
 
     def _once(self, block: Block, table: Ints, place: _Place) -> tuple[_Place, Ints]:
-        counts = np.zeros_like(self.counts)
+        counts, columns = np.zeros_like(self.counts), block.shape[1]
         row, stage = place[0] + block.shape[0], place[1]
         while row >= block.lookback:
-            event = block.input(row - block.lookback, stage)
-            if event is not None:
-                counts[event.direction, stage, event.chunk] += 1
-                start = table.item(row, stage) - self.times[event.direction][stage][event.chunk]
-                own = table.item(row - 1, stage) == start
-                others = [(event.row, event.stage), (row - 2, event.receiver)]
-                met = [
-                    (before, by)
-                    for before, by in others
-                    if before is not None and by is not None and table.item(before, by) == start
-                ]
-                if met and not (own and self.own_first):
-                    row, stage = met[0]
-                    continue
+            slot = row - block.lookback, stage
+            direction, chunk = int(block.direction[slot]), int(block.chunk[slot])
             row -= 1
+            if direction < 0:
+                continue
+            counts[direction, stage, chunk] += 1
+            start = table[row + 1, stage] - self.times[direction][stage][chunk]
+            others = (divmod(int(each[slot]), columns) for each in (block.made, block.taken))
+            met = [other for other in others if other[1] != stage and table[other] == start]
+            if met and not (self.own_first and table[row, stage] == start):
+                row, stage = met[0]
         return (row, stage), counts

@@ -26,7 +26,7 @@ from megatron_autorecompute.planner.cost.stage_times import Times, times_of
 from megatron_autorecompute.planner.cost.step_time import replay_ms
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit
 from megatron_autorecompute.policy import FULL, NONE, RecomputePolicy
-from megatron_autorecompute.profile import ChoiceRecord, HostTimes, LayerKind, Profile
+from megatron_autorecompute.profile import ChoiceRecord, LayerKind, Profile
 
 Units = Sequence[Sequence[Sequence[Unit]]]
 """`[stage][chunk]`"""
@@ -48,14 +48,11 @@ def mixed(profile: Profile, share: float) -> Profile:
         host = record.host
         if host is None:
             return record
-        return replace(
-            record,
-            forward_ms=share * host.forward_ms + (1 - share) * record.forward_ms,
-            backward_ms=share * host.backward_ms + (1 - share) * record.backward_ms,
-            spread_ms=share * host.spread_ms + (1 - share) * record.spread_ms,
-            turn_spread_ms=share * host.turn_spread_ms + (1 - share) * record.turn_spread_ms,
-            host=None,
-        )
+        times = {
+            name: share * getattr(host, name) + (1 - share) * getattr(record, name)
+            for name in ("forward_ms", "backward_ms", "spread_ms", "turn_spread_ms")
+        }
+        return replace(record, host=None, **times)
 
     error = share * profile.host_times_error + (1 - share) * profile.times_error
     one = profile.each_record(of)
@@ -168,29 +165,19 @@ def _pass(
 ) -> Floats:
     """The matrix of one forward (direction 0) or backward (1) of a chunk."""
     found = [_launched(extra_ms, extra_ms)]
-    for device, host in zip(*units, strict=True):
-        hosts = [record.host for _, record in records_of(profile, policy, device)]
-        device_ms, host_ms = _ms(device, direction), _ms(host, direction)
-        waits = any(_waits(each, direction) for each in hosts if each is not None)
-        found.append(_waited(device_ms) if waits else _launched(host_ms, device_ms))
+    for pair in zip(*units, strict=True):
+        device_ms, host_ms = (
+            (unit.forward_ps, unit.backward_ps)[direction] / PS_PER_MS for unit in pair
+        )
+        hosts = (record.host for _, record in records_of(profile, policy, pair[0]))
+        waits = any((host.forward_waits, host.backward_waits)[direction] for host in hosts if host)
+        found.append(np.full((2, 2), device_ms) if waits else _launched(host_ms, device_ms))
     return reduce(_then, found if direction == 0 else reversed(found))
-
-
-def _ms(unit: Unit, direction: int) -> float:
-    return (unit.backward_ps if direction else unit.forward_ps) / PS_PER_MS
-
-
-def _waits(host: HostTimes, direction: int) -> bool:
-    return host.backward_waits if direction else host.forward_waits
 
 
 def _launched(host_ms: float, device_ms: float) -> Floats:
     """Rows: the host and the device after it; columns: the same before it."""
     return np.array([[host_ms, _NEVER], [max(host_ms, device_ms), device_ms]])
-
-
-def _waited(ms: float) -> Floats:
-    return np.full((2, 2), ms)
 
 
 def _then(first: Floats, second: Floats) -> Floats:

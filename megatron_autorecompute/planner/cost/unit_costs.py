@@ -9,9 +9,9 @@ picosecond is far below the resolution of any timer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 import numpy as np
@@ -237,16 +237,11 @@ class CostTable:
 
         Raises: ProfileError when the profile has no record of the choice.
         """
-        asked = layer, policy, received, alone
-        unit = self._units.get(asked)
-        if unit is None:
-            unit = self._units[asked] = self._unit_of(*asked)
-        return unit
+        return self._units(layer, policy, received, alone)
 
     @cached_property
-    def _units(self) -> dict[tuple[int, LayerPolicy, bool, bool], Unit]:
-        """The units of layers, by the arguments of `layer`."""
-        return {}
+    def _units(self) -> Callable[[int, LayerPolicy, bool, bool], Unit]:
+        return cache(self._unit_of)
 
     def _unit_of(self, layer: int, policy: LayerPolicy, received: bool, alone: bool) -> Unit:
         record = self.record(layer, policy)
@@ -548,18 +543,14 @@ def _unit(
 def _behind(norm: ChoiceRecord, unit: Unit) -> Unit:
     """A layer with the final norm in front of it, as one unit."""
 
-    def transient_bytes(of_norm: int, of_unit: int) -> int:
-        return max(of_unit, of_norm - unit.held_bytes)
+    def transient_bytes(way: str) -> int:
+        return int(max(getattr(unit, way), getattr(norm, way) - unit.held_bytes))
 
     return replace(
         unit,
         held_bytes=norm.held_bytes + unit.held_bytes,
-        forward_transient_bytes=transient_bytes(
-            norm.forward_transient_bytes, unit.forward_transient_bytes
-        ),
-        backward_transient_bytes=transient_bytes(
-            norm.backward_transient_bytes, unit.backward_transient_bytes
-        ),
+        forward_transient_bytes=transient_bytes("forward_transient_bytes"),
+        backward_transient_bytes=transient_bytes("backward_transient_bytes"),
         forward_ps=unit.forward_ps + _ps(norm.forward_ms),
         backward_ps=unit.backward_ps + _ps(norm.backward_ms),
         spread_ps=unit.spread_ps + _ps(norm.spread_ms),

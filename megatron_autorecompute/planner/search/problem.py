@@ -86,7 +86,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_layout(self.profile, self.layout, self.schedule)
-        check_figures(self.profile, self.layout, self.schedule)
+        check_figures(self.profile, self.schedule)
         # Frozen: this is the one place where a field is set.
         object.__setattr__(self, "profile", for_schedule(self.profile, self.schedule))
         self._check_budgets()

@@ -20,13 +20,8 @@ import numpy as np
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost import Bools, Ints
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
-from megatron_autorecompute.planner.cost.p2p_tensors import Moment
-from megatron_autorecompute.planner.cost.peak_memory import (
-    StageBase,
-    stage_base,
-    stage_moments,
-    turned,
-)
+from megatron_autorecompute.planner.cost.p2p_tensors import Moment, turned
+from megatron_autorecompute.planner.cost.peak_memory import StageBase, stage_base, stage_moments
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.cost.unit_costs import CostTable, Unit
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
