@@ -44,6 +44,13 @@ HYBRID = {
     "mamba_num_groups": 4,
     "mamba_num_heads": 48,
 }
+GATED_DELTA_NET = (
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_conv_kernel_dim",
+)
 CASES = {
     "hybrid": HYBRID,
     "hybrid, prediction depths": {
@@ -113,6 +120,7 @@ def test_operations_are_those_that_megatron_logs(megatrons_own, case):
             "hybrid_layer_pattern": None,
             "hybrid_override_pattern": None,
             "is_hybrid_model": False,
+            **dict.fromkeys(GATED_DELTA_NET),
             **config,
         },
         seq_length=SEQUENCE,
