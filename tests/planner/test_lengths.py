@@ -11,7 +11,14 @@ from megatron_autorecompute.lines import Line, Microbatch, RecordLines, envelope
 from megatron_autorecompute.planner.cost.lengths import Arrangement, profile_at
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.profile import Profile, ScheduleOverhead, StageRecord, StaticBytes
+from megatron_autorecompute.profile import (
+    ChoiceRecord,
+    LayerKind,
+    Profile,
+    ScheduleOverhead,
+    StageRecord,
+    StaticBytes,
+)
 from tests.planner.random_profiles import drawn
 
 LONGEST = 9
@@ -116,6 +123,22 @@ def test_a_profile_of_one_length_and_a_wrong_number_of_lengths_are_refused():
         Arrangement(fixed, layout, schedule, policy, ones)
     with pytest.raises(ProfileError, match="Give one for each"):
         Arrangement(profile, layout, schedule, policy, (*ones, ones[0]))
+
+
+def test_where_the_lines_of_two_choices_cross_more_work_is_no_faster():
+    profile, *_ = varying(0)
+    flat, steep = Line(0.0, 2.0), Line(6.0, 0.5)  # equal for 4 tokens
+    lines = RecordLines(Line(1, 1), Line(2, 1), Line(2, 1), flat, flat)
+    none = ChoiceRecord("none", 9, 0, 0, 10.0, 10.0, lines=lines)
+    slower = replace(lines, forward_ms=steep, backward_ms=steep)
+    full = replace(none, choice="full", forward_ms=8.0, backward_ms=12.0, lines=slower)
+    kind = LayerKind("dense", tuple(range(profile.num_layers)), (none, full))
+    for tokens in (1, 9):
+        (found,) = profile_at(replace(profile, kinds=(kind,)), Microbatch.longest(tokens), 9).kinds
+        times = [record.forward_ms + record.backward_ms for record in found.choices]
+        assert times[0] < times[1]
+        own = [2 * line.at(Microbatch.longest(tokens)) for line in (flat, steep)]
+        assert sum(times) == pytest.approx(sum(own)) if tokens == 9 else times == own
 
 
 def test_lines_survive_a_file():

@@ -46,12 +46,14 @@ def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
     """
     if profile.boundary_line is None:
         return profile
-    found = _bytes_at(profile, one, call_tokens, {}).each_record(lambda each: _timed(each, one))
-    kinds = (
-        replace(kind, choices=in_order(kind.choices, [record.runs for record in kind.choices]))
-        for kind in found.kinds
+    found = _bytes_at(profile, one, call_tokens, {})
+    return replace(
+        found,
+        kinds=tuple(_with_times(kind, one) for kind in found.kinds),
+        embedding=_timed(found.embedding, one),
+        head=_timed(found.head, one),
+        final_norm=found.final_norm and _timed(found.final_norm, one),
     )
-    return replace(found, kinds=tuple(kinds))
 
 
 def _bytes_at(
@@ -94,6 +96,12 @@ def _split(
         own = replace(one, routed_tokens=routed[layer])
         choices = tuple(_record_at(record, own, boundary_bytes) for record in kind.choices)
         yield replace(kind, name=f"{kind.name} {layer}", layers=(layer,), choices=choices)
+
+
+def _with_times(kind: LayerKind, one: Microbatch) -> LayerKind:
+    """Lines of two choices may cross: at one length more work would be faster."""
+    timed = [_timed(record, one) for record in kind.choices]
+    return replace(kind, choices=in_order(timed, [record.runs for record in timed]))
 
 
 def _timed(record: ChoiceRecord, one: Microbatch) -> ChoiceRecord:
