@@ -30,6 +30,7 @@ from megatron_autorecompute.meta.job import Job, load_job  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
 from megatron_autorecompute.planner.search.manual import best_manual  # noqa: E402
 from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
+from megatron_autorecompute.planner.search.solution import Solution  # noqa: E402
 from megatron_autorecompute.planner.search.solve import try_solve  # noqa: E402
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy  # noqa: E402
 from megatron_autorecompute.profile import LayerKind, Profile  # noqa: E402
@@ -122,10 +123,11 @@ def rows_of(job: Job, gpu: Device) -> Iterator[dict[str, Any]]:
         budget = int(low + share * (high - low)) + 1
         manual = best_manual(megatrons.at(budget))
         today = try_solve(megatrons.at(budget))
-        known = () if today is None else (today.policy,)
-        ours = try_solve(every.at(budget, known))
+        ours = _shorter(try_solve(every.at(budget)), today)
         lesser = less_one if share in TRIED else {}
-        others = {sort: try_solve(one.at(budget, known)) for sort, one in lesser.items()}
+        others = {
+            sort: _shorter(try_solve(one.at(budget)), today) for sort, one in lesser.items()
+        }
         yield {
             "share": share,
             "budget_gib": budget / GIB,
@@ -138,6 +140,12 @@ def rows_of(job: Job, gpu: Device) -> Iterator[dict[str, Any]]:
             "choices": ours and counted(ours.policy),
             "without_ms": {sort: one and one.cost.step_ms for sort, one in others.items()},
         }
+
+
+def _shorter(found: Solution | None, today: Solution | None) -> Solution | None:
+    """The shorter of two plans: a longer menu has all that Megatron's own choices make."""
+    own = [one for one in (found, today) if one is not None]
+    return min(own, key=lambda one: one.cost.step_ms, default=None)
 
 
 def without(profile: Profile, sort: str) -> Profile:

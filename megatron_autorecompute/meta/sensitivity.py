@@ -12,6 +12,8 @@ from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.policy import RecomputePolicy
 
 MOVED = 0.2
+SHOWN = 5e-5
+"""The least loss that is not written 0.00%; with less the original choices count as the best."""
 
 
 def problem_of(
@@ -42,7 +44,8 @@ def sensitivity(
             there = problem_of(job, device, efficiency.scaled(name, factor), budget_bytes)
             best = solve(there)
             loss = max(0.0, there.cost(assumed.policy).step_ms / best.cost.step_ms - 1)
-            said = f"{_changed(assumed.policy, best.policy)}; keeping the plan costs {loss:.2%}"
+            other = best.policy if loss > SHOWN else assumed.policy
+            said = f"{_changed(assumed.policy, other)}; keeping the plan costs {loss:.2%}"
             lines.append(f"{name} share x {factor:g}: {said}")
     return lines
 

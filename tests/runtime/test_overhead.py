@@ -44,7 +44,7 @@ RUNS = {"full*2,none*2,full*2": 3, "full*1,none*1,full*1,none*1,full*1,none*1": 
 """Policies that Megatron has no setting for, and their runs of equal layers."""
 PARTS = {
     "full": ("full+all", 95),
-    "full+keep[core_attn]": ("full", 165),
+    "full+keep[core_attn]": ("full", 175),
     "selective[mlp]": ("selective[mlp]+all", 95),
     "selective[core_attn]": ("selective[core_attn]+all", 260),
 }

@@ -152,9 +152,8 @@ class _Interleaved:
         return alive
 
     def _alive(self) -> frozenset[BoundaryTensor]:
-        alive = {*self.waiting, *self.bound.values()}
-        alive -= self.own
-        held = [each for each in alive if each]
+        named = {*self.waiting, *self.bound.values()}
+        held = [each for each in named if each and each not in self.own]
         # The `.grad` of an input whose backward has run is alive as long as the input.
         held += [
             ("input grad", *each[1:])
