@@ -125,9 +125,7 @@ def rows_of(job: Job, gpu: Device) -> Iterator[dict[str, Any]]:
         today = try_solve(megatrons.at(budget))
         ours = _shorter(try_solve(every.at(budget)), today)
         lesser = less_one if share in TRIED else {}
-        others = {
-            sort: _shorter(try_solve(one.at(budget)), today) for sort, one in lesser.items()
-        }
+        others = {sort: _shorter(try_solve(one.at(budget)), today) for sort, one in lesser.items()}
         yield {
             "share": share,
             "budget_gib": budget / GIB,
