@@ -23,6 +23,7 @@ from megatron_autorecompute.planner.search.chunk_plans import ChunkTable, Plans
 from megatron_autorecompute.planner.search.stage_plans import LEAST_WORK, WORK, StagePlans
 from megatron_autorecompute.planner.search.stage_problem import (
     BACKWARD,
+    FAR,
     HELD,
     ChunkUnits,
     OnlyChoices,
@@ -39,7 +40,6 @@ TRIES = 6
 """Searches of one problem; what they leave open is the gap of the answer."""
 _GROWTH = 8
 """A part of the bytes less, by which they grow at least from one search to the next."""
-_FAR = 1 << 60
 _Found = TypeVar("_Found")
 Less = tuple[int, ...]
 """Bytes less than each budget."""
@@ -51,7 +51,7 @@ class _Budget:
 
     low: int = 0
     less: int = 0
-    high: int = _FAR
+    high: int = FAR
 
     def learn(self, over: int | None) -> None:
         """How many bytes too many were needed, None where nothing was found; `less` is what to try
@@ -60,8 +60,8 @@ class _Budget:
             self.high = self.less
         else:
             self.low = self.less
-            self.high = self.high if self.high > self.low else _FAR  # as other budgets got smaller
-        if self.high == _FAR:
+            self.high = self.high if self.high > self.low else FAR  # as other budgets got smaller
+        if self.high == FAR:
             self.less = self.low + max(over or 0, self.low // _GROWTH)
         else:
             self.less = (self.low + self.high) // 2

@@ -304,7 +304,7 @@ class StageChoice:
         return (self.time_ps - self.bound_ps) / self.time_ps if self.time_ps else 0.0
 
 
-_FAR = 1 << 60
+FAR = 1 << 60
 """Bytes that no sum reaches."""
 
 
@@ -319,7 +319,7 @@ def leanest(problem: StageProblem) -> StageChoice:
     these choices fit; if a chunk finds none, nothing fits. Bisection then finds the lowest such
     peak.
     """
-    found, _ = _fitting(problem, _FAR, np.zeros(len(problem.chunks), np.int64))
+    found, _ = _fitting(problem, FAR, np.zeros(len(problem.chunks), np.int64))
     assert found is not None  # without a limit everything fits
     best, figures = found
     low, high = problem.floor_bytes, _peak_bytes(problem, figures)
@@ -339,13 +339,13 @@ def _fitting(problem: StageProblem, peak: int, held: Ints) -> tuple[tuple[Split,
     """Choices with such a peak and their figures, `[chunk, column]`, None where there are none; and
     the least number of further bytes that would have changed the result. Chunks hold no less than
     they do under a higher peak."""
-    short_bytes = _FAR
+    short_bytes = FAR
     while True:
         split, figures = list[tuple[LayerPolicy, ...]](), list[Ints]()
         for c, chunk in enumerate(problem.chunks):
             room = peak - problem.constant - problem.counts @ held
             own, forward = problem.running == c, problem.is_forward
-            limits = [room[own & each].min(initial=_FAR) for each in (forward, ~forward)]
+            limits = [room[own & each].min(initial=FAR) for each in (forward, ~forward)]
             choices, short = _least(chunk, np.array(limits))
             short_bytes = min(short_bytes, short)
             if choices is None:
@@ -370,20 +370,20 @@ def _least(units: ChunkUnits, limits: Ints) -> tuple[tuple[LayerPolicy, ...] | N
 
     From the first unit to the last it keeps the choices with the least held before each place.
     """
-    places, short_bytes = units.places, _FAR
-    held, came = np.full(places + 1, _FAR), np.zeros((places + 1, 2), np.int64)
+    places, short_bytes = units.places, FAR
+    held, came = np.full(places + 1, FAR), np.zeros((places + 1, 2), np.int64)
     held[0] = 0
     for place, (rows, sizes, _) in enumerate(units.every):
-        if held[place] >= _FAR:
+        if held[place] >= FAR:
             continue
         total = held[place] + rows[:, HELD]
         over = (total[:, None] + rows[:, HIGHEST] - limits).max(axis=1)
-        short_bytes = min(short_bytes, int(over.min(initial=_FAR, where=over > 0)))
+        short_bytes = min(short_bytes, int(over.min(initial=FAR, where=over > 0)))
         which = np.flatnonzero((over <= 0) & (total < held[place + sizes]))
         which = which[np.argsort(-total[which], kind="stable")]  # the least is written last
         held[place + sizes[which]] = total[which]
         came[place + sizes[which], 0], came[place + sizes[which], 1] = place, which
-    if held[-1] >= _FAR:
+    if held[-1] >= FAR:
         return None, short_bytes
     choices, place = list[tuple[LayerPolicy, ...]](), places
     while place:  # back along what led to the end
