@@ -9,7 +9,7 @@ import importlib.util
 
 import torch
 
-from megatron_autorecompute.compat.layer_specs import local_spec, torch_norm
+from megatron_autorecompute.compat.model_facts import local_spec, torch_norm
 from megatron_autorecompute.patched import patched
 from tests import mamba_kernels
 from tests.support import SEQ_LENGTH, VOCAB, set_weights, tiny_config

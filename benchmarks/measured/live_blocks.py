@@ -102,5 +102,5 @@ class LiveBlocks(LiveBytes):
         while self._given_back:
             self._allocator.free(self._given_back.pop())
         if size_bytes:
-            self._blocks[id(entry)] = self._allocator.allocate(size_bytes, ops.current_stream())
+            self._blocks[id(entry)] = self._allocator.allocate(size_bytes, ops.current_stream)
         self._busy = False

@@ -33,7 +33,7 @@ from megatron_autorecompute.compare.comparison import Shape, check_length
 from megatron_autorecompute.compat import (
     checkpoints,
     layer_modules,
-    layer_specs,
+    model_facts,
     model_layers,
     rules,
     stage_layout,
@@ -65,7 +65,7 @@ EXPERTS: Mapping[str, Any] = {
 
 def _local_layers(config: TransformerConfig) -> ModuleSpec:
     pattern = stage_layout.pattern_of(config)
-    spec: ModuleSpec = get_gpt_layer_local_spec() if pattern is None else layer_specs.local_spec()
+    spec: ModuleSpec = get_gpt_layer_local_spec() if pattern is None else model_facts.local_spec()
     return spec
 
 
@@ -310,7 +310,7 @@ def _model(shape: Shape, config: TransformerConfig, variant: Variant) -> GPTMode
         return GPTModel(config, variant.spec(config), **ends)
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    with layer_specs.torch_norm():
+    with model_facts.torch_norm():
         return HybridModel(
             config, variant.spec(config), hybrid_layer_pattern=shape.hybrid_layer_pattern, **ends
         )

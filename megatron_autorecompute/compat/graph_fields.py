@@ -1,13 +1,9 @@
-"""The installed Megatron's config fields for CUDA graphs, and its code for those of layers.
-
-What is captured of a layer and what runs beside its replay is the same with the implementations
-`transformer_engine` and `local`; the code here is the first one's.
-"""
+"""The installed Megatron's config fields for CUDA graphs, and its code for those of layers by
+`transformer_engine`; by `local` the same is captured."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,18 +12,15 @@ from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.compat.untyped import Layer
+from megatron_autorecompute.patched import patched
 
 
 def graph_fields(implementation: str, modules: Sequence[str]) -> dict[str, Any]:
-    """Fields of TransformerConfig.
+    """Fields of TransformerConfig for an implementation, as 0.19 names it, and parts of layers,
+    without which whole layers are captured.
 
     Up to 0.18 `full_iteration` is a `cuda_graph_scope` of the implementation local; since 0.19 it
-    is an implementation of its own, and the parts of layers are `cuda_graph_modules`. Remove when
-    0.18 is no longer supported.
-
-    Args:
-        implementation: as 0.19 names it.
-        modules: parts of layers; empty: whole layers.
+    is an implementation of its own, and the parts of layers are `cuda_graph_modules`.
     """
     if "cuda_graph_modules" in {field.name for field in fields(TransformerConfig)}:
         return {"cuda_graph_impl": implementation, "cuda_graph_modules": list(modules)}
@@ -36,33 +29,13 @@ def graph_fields(implementation: str, modules: Sequence[str]) -> dict[str, Any]:
     return {"cuda_graph_impl": implementation, "cuda_graph_scope": list(modules)}
 
 
-@contextlib.contextmanager
-def capturing() -> Iterator[None]:
-    """In this block Megatron's modules take the paths that they take while graphs are captured."""
-    start, end = (getattr(cuda_graphs, f"_set_capture_{name}") for name in ("start", "end"))
-    start()
-    try:
-        yield
-    finally:
-        end()
-
-
-@contextlib.contextmanager
-def in_torch(layers: Sequence[Any]) -> Iterator[None]:
-    """In this block calls of these layers run their forwards, graphs or not."""
-    for layer in layers:
-        layer._should_call_te_cudagraph = lambda *_, **__: False
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer._should_call_te_cudagraph
-
-
 def capture(layer: Layer, hidden: torch.Tensor, kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Run what Transformer Engine captures of a layer; returns the graph's outputs."""
-    with capturing():
+    cuda_graphs._set_capture_start()
+    try:
         outputs = layer._te_cuda_graph_capture(hidden, **kwargs)
+    finally:
+        cuda_graphs._set_capture_end()
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
@@ -73,27 +46,23 @@ def replay(
     kwargs: dict[str, Any],
     mask_bytes: int,
 ) -> Any:
-    """Run a layer by Megatron's own code for replays, with a function in the graph's place.
+    """Run a layer by Megatron's own code for replays, with a function of the hidden states and a
+    mask in the graph's place.
 
     Args:
         layer: to run.
-        graph: a function of the hidden states and a mask; returns the graph's outputs.
+        graph: the function; returns the graph's outputs.
         hidden: states.
         kwargs: keyword arguments of the layer's forward.
-        mask_bytes: of the mask that Megatron makes for each replay, where a graph has one as input
-            (`_get_te_cuda_graph_replay_args`, which needs Transformer Engine).
+        mask_bytes: of the mask that Megatron makes for each replay, where a graph has one as input.
     """
 
     def arguments(*args: torch.Tensor, **_: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
         return (args[0], torch.empty(mask_bytes, dtype=torch.bool, device=hidden.device)), {}
 
-    layer.cuda_graphs = [graph]
-    layer._get_te_cuda_graph_replay_args = arguments
-    try:
+    name = "_get_te_cuda_graph_replay_args"
+    with patched(layer, "cuda_graphs", [graph]), patched(layer, name, arguments):
         return layer._te_cuda_graph_replay(hidden, **kwargs)
-    finally:
-        layer.cuda_graphs = []
-        del layer._get_te_cuda_graph_replay_args
 
 
 def is_graphable(layer: Layer, config: TransformerConfig) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.compat import model_layers, versions
-from megatron_autorecompute.compat.untyped import Block, Layer
+from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.errors import UnsupportedVersionError
 
 MODULE_FLAGS: dict[str, tuple[str, ...]] = {
@@ -31,56 +30,16 @@ MODULE_FLAGS: dict[str, tuple[str, ...]] = {
     "mla_up_proj": ("self_attention.recompute_up_proj",),
     "gdn_norm_out": ("self_attention.recompute_norm_out",),
 }
-"""Attributes of a layer for each of Megatron's `recompute_modules`; those of other modules are
-found in its sources. Megatron sets them once, from the config that all layers share; every forward
-reads them again."""
-
-
-def names() -> tuple[str, ...]:
-    """The modules in `MODULE_FLAGS`, and what else the installed Megatron allows."""
-    return tuple(dict.fromkeys((*MODULE_FLAGS, *allowed_modules())))
+"""Attributes of a layer by Megatron's `recompute_modules`. Megatron sets them once, from the config
+that all layers share; every forward reads them again."""
 
 
 def flags(layer: Layer, module: str) -> list[tuple[Any, str]]:
-    """The (object, attribute) pairs that turn `module` on in this layer; empty if it is inert.
-
-    Of a multi-token-prediction depth with a stack of its own, those of all the stack's layers.
-    """
+    """The (object, attribute) pairs that turn `module` on in this layer, of a depth with a stack of
+    its own in all the stack's layers; empty if it is inert."""
     nested = model_layers.nested_layers(layer)
-    if module not in MODULE_FLAGS:
-        return [flag for one in nested for flag in _found(one, module)]
-    found = (_flag(one, path) for one in nested for path in MODULE_FLAGS[module])
+    found = (_flag(one, path) for one in nested for path in MODULE_FLAGS.get(module, ()))
     return [flag for flag in found if flag is not None]
-
-
-def _found(layer: Layer, module: str) -> Iterator[tuple[Any, str]]:
-    """The flags of a module that is not in `MODULE_FLAGS`, from the sources of Megatron's classes:
-    `self.recompute_qkv = … and "gdp_qkv" in self.config.recompute_modules`."""
-    for part in layer.modules():
-        kind: Any = type(part)
-        attribute = _attribute(kind, module)
-        if attribute is not None and hasattr(part, attribute):
-            yield part, attribute
-
-
-def of_whole_block(block: Block) -> list[str]:
-    """Modules that Megatron turns on for all layers of a block at once, such as main's `mhc`."""
-    kinds = type(block).__mro__
-    return [
-        module
-        for module in allowed_modules()
-        if module not in MODULE_FLAGS and any(_attribute(kind, module) for kind in kinds)
-    ]
-
-
-@functools.cache
-def _attribute(kind: Any, module: str) -> str | None:
-    if not kind.__module__.startswith("megatron."):
-        return None
-    source = inspect.getsource(kind)
-    asked = re.search(rf"""["']{module}["'] in (?:self\.)?config\.recompute_modules""", source)
-    names = re.findall(r"self\.(\w+)(?:: bool)? = ", source[: asked.start()]) if asked else []
-    return names[-1] if names else None
 
 
 def _flag(layer: Layer, path: str) -> tuple[Any, str] | None:
@@ -108,7 +67,7 @@ def _is_inert(owner: Any, attribute: str) -> bool:
 
 def set_modules(layer: Layer, modules: Sequence[str]) -> None:
     """Make this layer recompute exactly `modules`, as if Megatron had built it with them."""
-    for name in names():
+    for name in MODULE_FLAGS:
         for owner, attribute in flags(layer, name):
             setattr(owner, attribute, name in modules)
     if layer.config.fp8 or layer.config.fp4 or hasattr(layer.config, _QUANTISES):
@@ -121,9 +80,7 @@ _QUANTISES = "linear_layers_quantise_without_fp8"
 
 def note_quantised(config: Any, model: Any) -> None:
     """Let a model whose linear layers quantise, though its config has no fp8, save inputs as
-    Megatron's constructors do under fp8 with other scales than delayed ones, and under fp4: what
-    attention and the router save anyway is saved by no linear layer once more (Attention.__init__,
-    SharedExpertMLP.__init__)."""
+    Megatron's constructors do under fp8 with other scales than delayed ones, and under fp4."""
     setattr(config, _QUANTISES, True)
     for module in model.modules():
         if isinstance(module, Attention):
@@ -151,7 +108,7 @@ def _set_saved_inputs(layer: Layer, modules: Sequence[str]) -> None:
 
 def settings(layer: Layer) -> Iterator[tuple[Any, str]]:
     """Every (object, attribute) of a layer that `set_modules` may change, for undoing it."""
-    for name in names():
+    for name in MODULE_FLAGS:
         yield from flags(layer, name)
     for module in layer.modules():
         if hasattr(module, "save_original_input"):
@@ -161,8 +118,7 @@ def settings(layer: Layer) -> Iterator[tuple[Any, str]]:
 def allowed_modules() -> tuple[str, ...]:
     """The installed Megatron's `recompute_modules`, from its validator's own message.
 
-    Raises:
-        UnsupportedVersionError: the validator no longer lists them.
+    Raises UnsupportedVersionError if the validator no longer lists them.
     """
     return _listed("recompute_modules", recompute_granularity="selective")
 

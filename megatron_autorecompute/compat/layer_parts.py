@@ -1,8 +1,9 @@
-"""Parts of a layer by name: functions that can run once in a checkpoint (`runtime.run_once`)."""
+"""The kind of a layer, and its parts by name: functions that can run once in a checkpoint
+(`runtime.run_once`)."""
 
 from __future__ import annotations
 
-import functools
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,10 +18,69 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
 )
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_autorecompute.compat.untyped import Layer
 from megatron_autorecompute.megatron_fields import names_of
-from megatron_autorecompute.policy import OWN_MODULES
+
+
+def signature(layer: Layer) -> str:
+    """Text that is equal for layers of equal structure, shapes, attention window and trained
+    parameters."""
+    parts = [
+        f"{name}:{type(module).__name__}:{getattr(module, 'window_size', '')}:"
+        + ",".join(
+            f"{p.dtype}{tuple(p.shape)}{'' if p.requires_grad else ' frozen'}"
+            for p in module.parameters(recurse=False)
+        )
+        for name, module in layer.named_modules()
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def attends_to_context(layer: Layer) -> bool:
+    """Whether the layer has cross-attention, to an encoder's output (T5's decoder)."""
+    return not isinstance(getattr(layer, "cross_attention", None), IdentityOp | None)
+
+
+def has_experts(layer: Layer) -> bool:
+    """Whether the bytes that the layer holds depend on how tokens are routed."""
+    return any(experts(layer))
+
+
+def experts(layer: Layer) -> Iterator[torch.nn.Module]:
+    """The modules that run a rank's experts; their first argument has a row for each token routed
+    here, and for each of its experts here."""
+    for module in layer.modules():
+        if isinstance(module, MoELayer):
+            yield module.experts
+
+
+_FAMILY_OF_CLASS = {
+    "MambaLayer": "mamba",
+    "GatedDeltaNet": "gdn",
+    "MLASelfAttention": "mla",
+    "FusedMLASelfAttention": "mla",
+    "AbsorbedMLASelfAttention": "dsa",
+}
+"""Families of a HybridModel's layers, by the class of the layer or of its attention."""
+
+
+def kind_name(layer: Layer) -> str:
+    """A label: moe, decoder (after an encoder), dense; a HybridModel's layer its family
+    (attention, mlp, mamba, gdn, mla, dsa); or else the name of the class."""
+    if isinstance(getattr(layer, "mlp", None), MoELayer):
+        return "moe"
+    if attends_to_context(layer):
+        return "decoder"
+    if not isinstance(layer, TransformerLayer):
+        return _FAMILY_OF_CLASS.get(type(layer).__name__, type(layer).__name__)
+    attends, has_mlp = (
+        not isinstance(part, IdentityOp) for part in (layer.self_attention, layer.mlp)
+    )
+    if attends and not has_mlp:
+        return _FAMILY_OF_CLASS.get(type(layer.self_attention).__name__, "attention")
+    return "mlp" if has_mlp and not attends else "dense"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +99,12 @@ class Place:
     """The batched product alone of the function."""
 
 
+_FIXED = "CUDA graphs fix what a recompute runs when they are captured"
 REASONS = {
     "fp8": "fp8 runs Transformer Engine's checkpoints, and keeps quantised copies of inputs",
     "fp4": "fp4 runs Transformer Engine's checkpoints, and keeps quantised copies of inputs",
     "overlap_moe_expert_parallel_comm": "EP overlap runs layers in parts of its own",
-    "enable_cuda_graph": "CUDA graphs fix what a recompute runs when they are captured",
-    "external_cuda_graph": "CUDA graphs fix what a recompute runs when they are captured",
+    **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), _FIXED),
     "delay_wgrad_compute": "delay_wgrad_compute keeps inputs for later weight gradients",
     "use_transformer_engine_op_fuser": (
         "use_transformer_engine_op_fuser runs linears and activation as one operator"
@@ -75,14 +135,12 @@ def _field(config: Any, name: str) -> Any:
 
 
 def why_none(config: Any, module: str | None = None) -> str | None:
-    """Why no part of such a model's layers can run once in a checkpoint; None if they can.
-
-    module: whose checkpoint it is, which may be beside the CUDA graphs of a layer's parts; by
-    default the layer's.
+    """Why no part of such a model's layers can run once in a checkpoint, by default in the layer's,
+    else in that of a module, which may be beside the CUDA graphs of other parts; None if they can.
     """
     why = next((why for name, why in REASONS.items() if _field(config, name)), None)
     if why is None and _field(config, "cuda_graph_impl") not in (None, "none"):
-        return None if _is_beside_graphs(config, module) else REASONS["enable_cuda_graph"]
+        return None if _is_beside_graphs(config, module) else _FIXED
     return why
 
 
@@ -109,15 +167,11 @@ def last_of_layer(layer: Layer) -> Iterator[Place]:
         yield from _forwards(layer.mixer, "out_proj")
 
 
-def last_of_mlp(mlp: torch.nn.Module) -> Iterator[Place]:
+def last_of_mlp(moe: Any) -> Iterator[Place]:
     """What an MLP, or a layer of experts, runs last."""
-    if isinstance(mlp, MoELayer):
-        yield from _last_of_moe(mlp)
-    else:
-        yield from _forwards(mlp, "linear_fc2")
-
-
-def _last_of_moe(moe: Any) -> Iterator[Place]:
+    if not isinstance(moe, MoELayer):
+        yield from _forwards(moe, "linear_fc2")
+        return
     if not _field(moe.config, "moe_shared_expert_overlap"):
         yield from _forwards(moe.shared_experts, "linear_fc2")
     if why_not_dispatched_again(moe) is not None:
@@ -152,9 +206,7 @@ def why_not_dispatched_again(moe: Any) -> str | None:
 
 
 def why_not_part(layer: Layer, name: str) -> str | None:
-    """Why an exchange of a layer's tokens cannot run once, or its norms twice; None for others."""
-    if name == "ln_out":
-        return why_not_normed_again()
+    """Why an exchange of a layer's tokens cannot run once; None for other parts."""
     moe = getattr(layer, "mlp", None)
     is_exchange = name == "dispatch" and isinstance(moe, MoELayer)
     return why_not_dispatched_again(moe) if is_exchange else None
@@ -168,18 +220,6 @@ def core_attention(layer: Layer) -> Iterator[Place]:
         yield Place(core, inputs=3, draws=True)
 
 
-def last_of_core_attention(layer: Layer) -> Iterator[Place]:
-    """The last product of an unfused attention."""
-    for place in core_attention(layer):
-        if isinstance(place.owner, DotProductAttention):
-            yield Place(place.owner, inputs=2, product=True)
-
-
-def projection(layer: Layer) -> Iterator[Place]:
-    """The linear after attention."""
-    yield from _forwards(getattr(layer, "self_attention", None), "linear_proj")
-
-
 def plain_mlp(layer: Layer) -> torch.nn.Module | None:
     """A layer's MLP, or its shared experts if they run in one piece; None if it has neither."""
     mlp = getattr(layer, "mlp", None)
@@ -187,11 +227,6 @@ def plain_mlp(layer: Layer) -> torch.nn.Module | None:
         overlapped = _field(mlp.config, "moe_shared_expert_overlap")
         mlp = None if overlapped else mlp.shared_experts
     return mlp if isinstance(mlp, MLP) else None
-
-
-def first_linear(layer: Layer) -> Iterator[Place]:
-    """The first linear of a layer's MLP, or of its shared experts."""
-    yield from _forwards(plain_mlp(layer), "linear_fc1")
 
 
 def dispatch(layer: Layer) -> Iterator[Place]:
@@ -205,16 +240,15 @@ def dispatch(layer: Layer) -> Iterator[Place]:
 
 
 def scope(layer: Layer, module: str, modules: Sequence[str] = ()) -> Iterator[torch.nn.Module]:
-    """What the checkpoint of one of our modules contains; nothing if the layer lacks it, or if
-    it is inside others of `modules`. Of ln_out, which has no checkpoint, the linears whose norm
-    runs again."""
+    """What the checkpoint of one of our modules contains, of ln_out the linears whose norm runs
+    again; nothing if the layer lacks it, or if it is inside others of `modules`."""
     mlp = getattr(layer, "mlp", None)
     with_shared = isinstance(mlp, MoELayer) and {"moe", "shared_experts"}.intersection(modules)
     if module == "ln_out":
         yield from fused_norms(layer, modules)
-    elif module == "mlp_act" and any(first_linear(layer)) and not with_shared:
+    elif module == "mlp_act" and any(_first_linear(layer)) and not with_shared:
         yield cast(torch.nn.Module, plain_mlp(layer))
-    elif module == "qkv" and any(core_attention(layer)) and any(projection(layer)):
+    elif module == "qkv" and any(core_attention(layer)) and any(_projection(layer)):
         yield layer.self_attention
     elif module == "experts" and isinstance(mlp, MoELayer):
         yield mlp.experts
@@ -228,31 +262,15 @@ _RERUNS_NORMS_OF = {
 
 
 def fused_norms(layer: torch.nn.Module, modules: Sequence[str] = ()) -> Iterator[Any]:
-    """Linears of a layer in whose module a norm is fused, and whose norm's output nobody gets.
-
-    modules: all that the layer recomputes; what lies inside them runs again with them.
-    """
+    """Linears of a layer in whose module a norm is fused, whose output nobody gets, and which do
+    not lie inside other `modules` that the layer recomputes."""
     within = tuple(path for module in modules for path in _RERUNS_NORMS_OF.get(module, ()))
     for name, module in layer.named_modules():
         norm, weight = (getattr(module, each, None) for each in ("layer_norm_weight", "weight"))
         is_fused = isinstance(norm, torch.Tensor) and isinstance(weight, torch.Tensor)
         returns = getattr(module, "return_layernorm_output", False)
-        if not is_fused or returns or name.startswith(within):
-            continue
-        if hasattr(module, "normed_again") or why_not_normed_again() is None:
+        if is_fused and not returns and not name.startswith(within):
             yield module
-
-
-@functools.cache
-def why_not_normed_again() -> str | None:
-    """Why the installed Transformer Engine's norms cannot run alone; None if they can."""
-    try:
-        from transformer_engine.pytorch.module import _common
-    except ImportError:
-        return None  # Megatron builds no layer of it
-    if hasattr(_common, "apply_normalization"):
-        return None
-    return "Transformer Engine before 2.0 has no norm of its linears that runs alone"
 
 
 def normed_again(linear: Any, x: torch.Tensor) -> torch.Tensor:
@@ -270,13 +288,11 @@ def normed_again(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def kept_in(layer: Layer, module: str, modules: Sequence[str]) -> Iterator[Place]:
-    """What runs once inside the checkpoint of one of our modules, its output kept.
-
-    modules: all that the layer recomputes. Megatron's checkpoint around an attention runs once with
-    it, and again inside the attention's own backward.
-    """
+    """What runs once inside the checkpoint of one of our modules beside all `modules`, its output
+    kept. Megatron's checkpoint around an attention runs once with it, and again inside the
+    attention's own backward."""
     if module == "mlp_act":
-        yield from first_linear(layer)
+        yield from _first_linear(layer)
     elif module == "qkv" and "core_attn" in modules:
         owner = layer.self_attention
         yield Place(owner, "_checkpointed_attention_forward", inputs=3, draws=True)
@@ -293,11 +309,13 @@ def last_in(layer: Layer, module: str, modules: Sequence[str] = ()) -> Iterator[
         for one in scope(layer, module, modules):
             yield from last_of_mlp(one)
     elif module == "qkv":
-        yield from projection(layer)
+        yield from _projection(layer)
     elif module == "experts" and any(scope(layer, module)):
         yield from last_of_experts(layer.mlp)
     elif module == "core_attn":
-        yield from last_of_core_attention(layer)
+        for place in core_attention(layer):
+            if isinstance(place.owner, DotProductAttention):  # unfused: the last product
+                yield Place(place.owner, inputs=2, product=True)
 
 
 KEEPS: dict[str, Callable[[Layer], Iterator[Place]]] = {
@@ -350,9 +368,12 @@ def _gather_routing(dispatcher: Any) -> None:
         )
 
 
-def modules(layer: Layer) -> list[str]:
-    """The modules of ours that a layer has."""
-    return [module for module in OWN_MODULES if any(scope(layer, module))]
+def _first_linear(layer: Layer) -> Iterator[Place]:
+    return _forwards(plain_mlp(layer), "linear_fc1")
+
+
+def _projection(layer: Layer) -> Iterator[Place]:
+    return _forwards(getattr(layer, "self_attention", None), "linear_proj")
 
 
 def _forwards(owner: Any, *names: str) -> Iterator[Place]:

@@ -1,9 +1,13 @@
-"""Describes how a model is built, as facts in a profile, and builds a config from the facts."""
+"""Describes how a model is built, as facts in a profile, builds a config from the facts, and makes
+layer specs of hybrid models."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import importlib
+import importlib.util
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from megatron_autorecompute.compat import model_layers, stage_layout, versions
 from megatron_autorecompute.compat.untyped import Chunk
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.options import nearest
+from megatron_autorecompute.patched import patched
 
 NAMES = (
     "transformer_config",
@@ -35,12 +40,9 @@ _ACTIVATIONS["quick_gelu"] = fused_bias_geglu.quick_gelu
 
 
 def of_model(chunks: Sequence[Chunk]) -> dict[str, Any]:
-    """How a GPTModel or a HybridModel is built, as JSON values for `Model.facts` of a profile; see
-    NAMES. A HybridModel has its hybrid_layer_pattern, too.
-
-    All ranks return the same, but a rank without layers lacks transformer_impl. Empty for other
-    models, which `verify` cannot build.
-    """
+    """How a GPTModel or a HybridModel is built, as JSON values for `Model.facts` of a profile
+    (NAMES, and a HybridModel's hybrid_layer_pattern). All ranks return the same, but a rank without
+    layers lacks transformer_impl. Empty for other models, which `verify` cannot build."""
     # Not at the top: if Megatron's sources are patched, its modules import `compat`.
     from megatron.core.models.gpt import GPTModel
 
@@ -65,12 +67,9 @@ def of_model(chunks: Sequence[Chunk]) -> dict[str, Any]:
 
 
 def of_config(config: TransformerConfig) -> dict[str, Any]:
-    """The fields of a config that differ from TransformerConfig's defaults, as JSON values.
-
-    Included are numbers, texts, lists of these, dtypes and the usual activation functions. Left out
-    are initialisers, callbacks and fields that other packages add, which do not change a step's
-    bytes, and the recompute fields, which the plan has.
-    """
+    """The fields of a config that differ from TransformerConfig's defaults, as JSON values:
+    numbers, texts, lists of these, dtypes and the usual activation functions, without recompute
+    fields."""
     config_class = config_type(isinstance(config, MLATransformerConfig))
     defaults = {field.name: field.default for field in dataclasses.fields(TransformerConfig)}
     facts: dict[str, Any] = {}
@@ -126,3 +125,59 @@ def config_of(facts: dict[str, Any], source: str) -> TransformerConfig:
     except (AssertionError, ValueError, TypeError) as error:
         raise OptionError(f"{source}: Megatron refuses this config: {error}") from error
     return config
+
+
+def hybrid_spec(modules: Mapping[str, Any]) -> Any:
+    """`hybrid_stack_spec` of `hybrid_layer_specs.py`, whose code runs here once more: it names
+    Transformer Engine's modules at import, and without Transformer Engine gets mocks.
+
+    modules: by their names in `megatron.core.extensions.transformer_engine`.
+    """
+    engine = importlib.import_module("megatron.core.extensions.transformer_engine")
+    found: Any = importlib.util.find_spec("megatron.core.models.hybrid.hybrid_layer_specs")
+    module = importlib.util.module_from_spec(found)
+    with contextlib.ExitStack() as undo:
+        for name, stand_in in modules.items():
+            undo.enter_context(patched(engine, name, stand_in))
+        found.loader.exec_module(module)
+    return module.hybrid_stack_spec
+
+
+def local_spec() -> Any:
+    """The layers of `hybrid_stack_spec`, but MLA and DSA, of Megatron's local modules, as
+    `get_gpt_layer_local_spec` has them: every norm is a module of its own. Build with `torch_norm`
+    where Transformer Engine is missing."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import moe_module_specs
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm as Norm
+
+    modules = {
+        "TELinear": ColumnParallelLinear,
+        "TEColumnParallelLinear": ColumnParallelLinear,
+        "TELayerNormColumnParallelLinear": ColumnParallelLinear,
+        "TERowParallelLinear": RowParallelLinear,
+        "TEDotProductAttention": DotProductAttention,
+        "TENorm": Norm,
+    }
+    moe = moe_module_specs.get_moe_module_spec_for_backend(
+        backend=LocalSpecProvider(), num_experts=8, moe_grouped_gemm=False
+    )
+    with patched(moe_module_specs, "get_moe_module_spec", lambda **_: moe):
+        spec = hybrid_spec(modules)
+    layers = spec.submodules
+    layers.mamba_layer.submodules.norm = Norm
+    for layer in (layers.attention_layer, layers.gdn_layer):
+        layer.submodules.input_layernorm = Norm
+    layers.mlp_layer.submodules.pre_mlp_layernorm = Norm
+    return spec
+
+
+def torch_norm() -> contextlib.AbstractContextManager[None]:
+    """Makes HybridStack end with torch's norm as long as the block runs: the real one takes
+    Transformer Engine's norm under any spec."""
+    from megatron.core.models.hybrid import hybrid_block
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return patched(hybrid_block, "TENorm", WrappedTorchNorm)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_autorecompute.block_names import DECODER, ENCODER
 from megatron_autorecompute.compat import parallel, seam
@@ -78,10 +77,7 @@ def is_inside_depth(block: Block) -> bool:
 
 def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
     """Every block of layers below `modules` (model chunks, wrapped or bare), a tower or an encoder
-    before the decoder.
-
-    Blocks of one model number their layers from 1 each; here the decoder's indices follow the
-    other's, in the order in which layers run.
+    before the decoder, whose indices follow the other's.
 
     Raises:
         PolicyError: as `first_block`; or a layer stands twice in a block; or blocks have equal
@@ -130,10 +126,7 @@ def _blocks(chunks: Iterable[Chunk]) -> list[tuple[str, Block]]:
 
 
 def _name(path: str) -> str:
-    """What a policy calls the block at this path of a model: `vision_model.decoder` is vision.
-
-    The decoder is the block of the language model, wherever it is.
-    """
+    """What a policy calls the block at this path of a model: `vision_model.decoder` is vision."""
     parts = path.split(".")
     if "language_model" in parts or path in ("", "decoder"):
         return DECODER
@@ -141,6 +134,7 @@ def _name(path: str) -> str:
     return owner.removesuffix("_model").removesuffix("_tower").removesuffix("_encoder")
 
 
+_T5 = "T5Model"
 _FIRST_BLOCK = "_autorecompute_first_block"
 """Attribute in which a chunk of a model on several stages keeps what `first_block` found."""
 
@@ -152,17 +146,15 @@ def first_block(chunks: Iterable[Chunk]) -> tuple[str, int]:
     A tower is on the first pipeline stage, and the others do not see it. So for a model that may
     have one, all ranks ask for the first time together; from then on the chunks know.
 
-    Raises:
-        PolicyError: on several stages a model with an encoder, with a stage that has a tower and no
-            decoder, or with two blocks on a stage that is not the first, or three on the first;
-            the same error on all of them.
+    Raises PolicyError, the same on all ranks, on several stages for a model with an encoder, or
+    whose blocks no policy can cover.
     """
     models = [unwrapped(chunk) for chunk in chunks]
     if parallel.pipeline_size() == 1 or all(map(_is_one_block, models)):
         return _seen_in_front(models)
     if not all(_FIRST_BLOCK in vars(model) for model in models):
         names = [[_name(path) for path, _ in _blocks([model])] for model in models]
-        t5 = any(map(_is_t5, models))
+        t5 = any(type(model).__name__ == _T5 for model in models)
         stages, encoders, found = zip(
             *parallel.over_stages((names, t5, _seen_in_front(models))), strict=True
         )
@@ -183,18 +175,12 @@ def first_block(chunks: Iterable[Chunk]) -> tuple[str, int]:
 
 
 def _is_one_block(model: Chunk) -> bool:
-    """Whether nothing can be in front of the only block: it is the model itself, or part of it.
-
-    What is given at construction is always one, for a constructor must not wait for other ranks.
-    """
+    """Whether nothing can be in front of the only block. What is given at construction is always
+    one, for a constructor must not wait for other ranks."""
     if isinstance(model, MultiTokenPredictionLayer):
         return True
     paths = [path for path, _ in _blocks([model])]
-    return len(paths) == 1 and "." not in paths[0] and not _is_t5(model)
-
-
-def _is_t5(model: Chunk) -> bool:
-    return type(model).__name__ == "T5Model"
+    return len(paths) == 1 and "." not in paths[0] and type(model).__name__ != _T5
 
 
 def _seen_in_front(models: Iterable[Chunk]) -> tuple[str, int]:
@@ -219,14 +205,8 @@ def _can_be_split(stages: Sequence[Sequence[Sequence[str]]]) -> bool:
     )
 
 
-def encoder_layers(chunks: Iterable[Chunk]) -> int:
-    """How many layers an encoder (T5) or a tower has before the decoder's; 0 for other models."""
-    return first_block(chunks)[1]
-
-
 def tower_layers(chunks: Iterable[Chunk]) -> int:
-    """How many layers a tower has before the decoder's, whose tokens are not the decoder's; 0 for
-    other models."""
+    """How many layers, of tokens of their own, a tower has before the decoder; else 0."""
     name, layers = first_block(chunks)
     return 0 if name == ENCODER else layers
 
@@ -234,42 +214,24 @@ def tower_layers(chunks: Iterable[Chunk]) -> int:
 def ties_weights(chunk: Chunk) -> bool:
     """Whether a decoder's chunk has both ends of the model, with the same weights."""
     model: Any = unwrapped(chunk)
-    tied = bool(model.share_embeddings_and_output_weights)
-    return tied and bool(model.pre_process and model.post_process) and not encoder_layers([chunk])
+    ends = model.pre_process and model.post_process and not first_block([chunk])[1]
+    return bool(ends and model.share_embeddings_and_output_weights)
 
 
 def mtp_sites(modules: Iterable[Chunk]) -> list[MtpSite]:
-    """Every multi-token-prediction layer below `modules`.
-
+    """Every multi-token-prediction layer below `modules`. Depths come after the decoder's layers.
     The inner layer is `transformer_layer` in 0.16 and `mtp_model_layer` since 0.17, where it is
-    numbered from 1 again: the outer layer's number is the depth in both. Depths come after the
-    decoder's layers, as a policy counts them.
-    """
+    numbered from 1 again."""
     chunks = list(modules)
-    in_front = first_block(chunks)[1]
-    return [
-        MtpSite(
-            module,
-            getattr(module, "mtp_model_layer", None) or module.transformer_layer,
-            _depths(module, in_front),
-        )
-        for chunk in chunks
-        for module in chunk.modules()
-        if isinstance(module, MultiTokenPredictionLayer)
-    ]
-
-
-def _depths(mtp: Layer, in_front: int) -> tuple[int, ...]:
-    first = in_front + mtp.config.num_layers + mtp.layer_number - 1
-    return tuple(
-        range(first, first + (mtp.config.mtp_num_layers if repeats_depths(mtp.config) else 1))
-    )
-
-
-def repeats_depths(config: TransformerConfig) -> bool:
-    """Whether one multi-token-prediction layer runs for all of several depths (since 0.18)."""
-    several = (config.mtp_num_layers or 0) > 1
-    return several and bool(getattr(config, "mtp_use_repeated_layer", False))
+    in_front, found = first_block(chunks)[1], list[MtpSite]()
+    for mtp in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(mtp, MultiTokenPredictionLayer):
+            layer = getattr(mtp, "mtp_model_layer", None) or mtp.transformer_layer
+            first = in_front + mtp.config.num_layers + mtp.layer_number - 1
+            repeated = getattr(mtp.config, "mtp_use_repeated_layer", False)  # since 0.18
+            depths = mtp.config.mtp_num_layers if repeated else 1
+            found.append(MtpSite(mtp, layer, tuple(range(first, first + depths))))
+    return found
 
 
 def frozen_in_front(chunks: Iterable[Chunk]) -> set[int]:
@@ -300,12 +262,9 @@ def frozen_in_front(chunks: Iterable[Chunk]) -> set[int]:
 
 
 def feature_layers(chunks: Iterable[Chunk]) -> set[int]:
-    """Indices of the layers whose output leaves the block as a feature besides its own output.
-
-    Symptom: a checkpoint around such a layer gives the features no gradient, because it returns
-    them in a list: the tower of Qwen3-VL in Megatron Bridge's main of August 2026,
-    `Qwen3VLVisionTransformerBlock._checkpointed_forward`. Remove when it returns them as tensors.
-    """
+    """Indices of the layers whose output leaves the block as a feature, too. A checkpoint around
+    such a layer gives the features no gradient, because it returns them in a list (Qwen3-VL's tower
+    in Megatron Bridge's main of August 2026, `_checkpointed_forward`)."""
     return {
         site.layers[place]
         for site in block_sites(chunks)

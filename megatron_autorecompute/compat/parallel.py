@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from megatron_autorecompute.compat import layer_kinds
+from megatron_autorecompute.compat import layer_parts
 from megatron_autorecompute.compat.untyped import Block
 
 
@@ -47,7 +47,7 @@ def groups_inside(block: Block) -> list[Any]:
     if not parallel_state.model_parallel_is_initialized():
         return []
     groups = [parallel_state.get_tensor_and_context_parallel_group()]
-    if layer_kinds.has_experts(block):
+    if layer_parts.has_experts(block):
         groups.append(parallel_state.get_expert_tensor_and_model_parallel_group())
     return [group for group in groups if torch.distributed.get_world_size(group) > 1]
 

@@ -32,10 +32,7 @@ from megatron_autorecompute.work_order import RERUN_WITH
 logger = logging.getLogger(__name__)
 
 
-_COMPILED = {
-    *("layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"),
-    *("gdp_in_proj", "gdp_qkv"),  # of Megatron's main
-}
+_COMPILED = {"layernorm", "moe_act", "mla_up_proj", "gdn_norm_out"}
 """Modules run through CheckpointWithoutOutput."""
 
 
@@ -69,13 +66,18 @@ def check_layers(config: TransformerConfig, layers: Iterable[tuple[int, LayerPol
             )
 
 
-def is_allowed(config: TransformerConfig, choice: LayerPolicy) -> bool:
-    """Whether `check_allowed` accepts a choice."""
+def why_not(config: TransformerConfig, choice: LayerPolicy) -> str | None:
+    """Why `check_allowed` refuses a choice; None if it accepts it."""
     try:
         check_allowed(config, RecomputePolicy((choice,) * choice.group))
-    except PolicyError:
-        return False
-    return True
+    except PolicyError as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def is_allowed(config: TransformerConfig, choice: LayerPolicy) -> bool:
+    """Whether `check_allowed` accepts a choice."""
+    return why_not(config, choice) is None
 
 
 def check_known(choice: LayerPolicy, where: str) -> None:
@@ -83,12 +85,13 @@ def check_known(choice: LayerPolicy, where: str) -> None:
 
     where: the choice and its layer, for the message.
     """
-    unknown = [m for m in choice.modules if m not in (*OWN_MODULES, *allowed_modules())]
+    theirs = [name for name in allowed_modules() if name in layer_modules.MODULE_FLAGS]
+    unknown = [module for module in choice.modules if module not in (*OWN_MODULES, *theirs)]
     if unknown:
         raise PolicyError(
-            f"Unknown module {', '.join(unknown)} in {where}: megatron-core "
-            f"{versions.installed()} has {', '.join(allowed_modules())}; this package adds "
-            f"{', '.join(OWN_MODULES)}."
+            f"Unknown module {', '.join(unknown)} in {where}: of megatron-core "
+            f"{versions.installed()} {', '.join(theirs)} can be set for single layers; this "
+            f"package adds {', '.join(OWN_MODULES)}."
         )
     unknown = [part for part in choice.keep if part not in layer_parts.KEEPS]
     if unknown:
@@ -203,7 +206,7 @@ def runnable_modules(layer: Layer) -> list[str]:
     """The modules this layer has, Megatron allows here, and this machine can run."""
     return [
         name
-        for name in layer_modules.names()
+        for name in layer_modules.MODULE_FLAGS
         if layer_modules.flags(layer, name)
         and is_allowed(layer.config, LayerPolicy("selective", (name,)))
         and _can_be_compiled(name)

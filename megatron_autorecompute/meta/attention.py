@@ -1,18 +1,6 @@
 """Attention without a device: which one Transformer Engine takes where a job leaves it the choice,
-and stand-ins for those with scores, and for fused ones under context parallelism.
-
-The choice is that of NVIDIA/TransformerEngine of August 2026, pytorch/attention/
-dot_product_attention/utils.py `get_attention_backend`, and for cuDNN common/fused_attn/
-fused_attn.cpp `nvte_get_fused_attn_backend`.
-
-Stand-ins by `cp_comm_type` save, and hold while they run, what Transformer Engine 2.11 does in
-bf16: pytorch/attention/dot_product_attention/context_parallel.py, by class. q, k and v have the
-layout [sequence of this rank, batch, heads, width]. Every communication of a class runs, over the
-fake process group; the attention of all steps is one operation of a rank's share of the whole
-causal product.
-
-Scores exist with `--attention-backend unfused` and in Megatron's local layers: products of torch
-around one fused softmax.
+and stand-ins for those with scores, and for fused ones under context parallelism, which do what
+Transformer Engine 2.11 does in bf16 (pytorch/attention/dot_product_attention/context_parallel.py).
 """
 
 from __future__ import annotations
@@ -21,7 +9,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -29,15 +16,17 @@ import torch
 from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.patched import patched
 
 
 def with_backend(job: Job, device: Device) -> Job:
-    """The job with `attention_backend` flash or unfused, if that is what will run.
+    """The job with `attention_backend` flash or unfused, if that is what will run, by
+    NVIDIA/TransformerEngine of August 2026 (pytorch/attention/dot_product_attention/utils.py
+    `get_attention_backend`, common/fused_attn/fused_attn.cpp `nvte_get_fused_attn_backend`).
 
-    Before Hopper flash-attn is preferred to cuDNN's fused attention, from Hopper on it is the other
-    way round. Where the job is deterministic there is no fused attention before Hopper, and on
-    Blackwell only without dropout. What neither can run takes the unfused one. Multi-latent
-    attention has values of another width than keys, which flash-attn 2 does not take.
+    Before Hopper flash-attn is preferred to cuDNN's fused attention. Where the job is deterministic
+    there is no fused attention before Hopper, and on Blackwell only without dropout. flash-attn 2
+    does not take the values of multi-latent attention.
     """
     config = job.resolved
     if job.transformer_impl == "local" or config.attention_backend != "auto":
@@ -62,22 +51,19 @@ def attend_in_parallel(
     window: int,
     hierarchy: Sequence[int] | None,
 ) -> torch.Tensor:
-    """Attention [sequence, batch, heads, v width] of q, k and v.
+    """Attention [sequence of this rank, batch, heads, v width] of q, k and v. Every communication
+    runs, over the fake process group; the attention of all steps is one operation of a rank's share
+    of the whole causal product.
 
     Args:
-        comm_type: p2p, all_gather, a2a or a2a+p2p.
+        comm_type: p2p, a2a or a2a+p2p.
         tensors: q, k and v.
         group: the context parallel ranks.
         window: keys that each query sees; 0 for all.
         hierarchy: ranks in an all-to-all and in a ring, of a2a+p2p alone.
     """
-    if comm_type == "a2a":
-        run = _by_heads(group, window)
-    elif comm_type == "all_gather":
-        run = _by_gathered_keys(group, window)
-    else:
-        several = comm_type == "a2a+p2p" and hierarchy
-        run = _in_ring(group, window, *(several or (1, group.size())))
+    several = (comm_type == "a2a+p2p" and hierarchy) or (1, group.size())
+    run = _by_heads(group, window) if comm_type == "a2a" else _in_ring(group, window, *several)
     return cast(torch.Tensor, ops.kernel_with_backward(run, *tensors))
 
 
@@ -100,39 +86,11 @@ def _by_heads(group: Any, window: int) -> Callable[..., ops.Ran]:
     return run
 
 
-def _by_gathered_keys(group: Any, window: int) -> Callable[..., ops.Ran]:
-    """cp_comm_type all_gather. Saves: q, k, v, out of both halves of the sequence apart from the
-    output, and one fp32 per head and token. `AttnFuncWithCPAndKVAllGather`; since commit ee5dcec22
-    (TE 2.15) the output itself is saved in place of its halves, which is not followed."""
-    more = CAUSAL * group.size(), window
-
-    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> ops.Ran:
-        # In the sequence's order, and q of one of two steps.
-        alive = [ops.gathered(part, group).clone() for part in (k, v)]
-        alive.append(q.new_empty(q.shape[0] // 2, *q.shape[1:]))
-        out, statistics = ops.attention(q, k, v, *more)
-        return out, (q, k, v, torch.empty_like(out), statistics), backward
-
-    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
-        k, v = saved[1:3]
-        sums = [part.new_empty(group.size() * part.shape[0], *part.shape[1:]) for part in (k, v)]
-        wholes = [ops.gathered(part, group).clone() for part in (k, v)]
-        # Of the step whose queries see all keys, on the last rank.
-        steps = [torch.empty_like(part) for part in wholes]
-        dq, *of_step = ops.attention_backward(*saved, gradient, *more)
-        del steps, wholes, of_step
-        return dq, *(ops.scattered(part.clone(), group) for part in sums)
-
-    return run
-
-
 def _in_ring(group: Any, window: int, inner: int, ring: int) -> Callable[..., ops.Ran]:
     """cp_comm_type p2p, and a2a+p2p with `inner` ranks in the all-to-all. Saves: q, the last k and
     v that came around, the output, and one fp32 per head and token. Until the ring ends it holds k
-    and v of every step, and the output and statistics of every step: on the last rank, which is
-    counted, all of them are of all queries. Every second step runs in a stream of its own. The
-    corrections of outputs are compiled, without temporaries.
-    `AttnFuncWithCPAndKVP2P`."""
+    and v, output and statistics of every step, on the last rank, which is counted, of all queries.
+    Every second step runs in a stream of its own. `AttnFuncWithCPAndKVP2P`."""
     more = CAUSAL * ring, window
 
     def run(*parts: torch.Tensor) -> ops.Ran:
@@ -142,8 +100,9 @@ def _in_ring(group: Any, window: int, inner: int, ring: int) -> Callable[..., op
         arrived = [torch.cat((k.reshape(-1), v.reshape(-1)))]
         steps: list[torch.Tensor] = []
         size = (*q.shape[:3], v.shape[3])
+        streams = ops.MAIN_STREAM, ops.CONTEXT_PARALLEL_STREAM
         for step in range(ring):
-            with ops.stream((ops.MAIN_STREAM, ops.CONTEXT_PARALLEL_STREAM)[step % 2]):
+            with patched(ops, "current_stream", streams[step % 2]):
                 if step < ring - 1:
                     arrived.append(torch.empty_like(arrived[-1]))
                     torch.distributed.broadcast(arrived[-1], group=group, group_src=0)
@@ -224,12 +183,9 @@ def _exchanged(
 
 def softmax(scores: torch.Tensor, *_: Any, in_place: bool = True) -> torch.Tensor:
     """Scale, mask and softmax as one kernel. Saves: its output. TE
-    pytorch/attention/dot_product_attention/softmax.py `scaled_masked_softmax_fwd`; Megatron
-    fusions/fused_softmax.py `ScaledUpperTriangMaskedSoftmax`.
+    pytorch/attention/dot_product_attention/softmax.py; Megatron fusions/fused_softmax.py.
 
-    in_place: whether the scores' gradient takes the place of the output's (Apex; TE
-    pytorch/csrc/extensions/softmax.cpp until 2.19, commit 0c8cf2c03).
-    """
+    in_place: whether the scores' gradient takes the place of the output's (Apex; TE until 2.19)."""
 
     def run(scores: torch.Tensor) -> ops.Ran:
         out = ops.pointwise(scores, None)
@@ -239,10 +195,6 @@ def softmax(scores: torch.Tensor, *_: Any, in_place: bool = True) -> torch.Tenso
         return [gradient.contiguous() if in_place else ops.pointwise(gradient, *saved)]
 
     return cast(torch.Tensor, ops.kernel_with_backward(run, scores))
-
-
-SOFTMAX = SimpleNamespace(apply=softmax)
-"""The replacement of Megatron's fused softmaxes, which are called with more arguments."""
 
 
 def one_tensor(*parts: torch.Tensor) -> bool:
@@ -266,14 +218,10 @@ def attend_with_scores(
     *,
     in_place: bool = True,
 ) -> torch.Tensor:
-    """q, k, v [s, b, heads, width] to [s, b, heads, v width].
-
-    Keeps q, k, v, the softmax's output [b, heads, s, s] and, with dropout, its mask (one byte) and
-    its output. Transformer Engine pytorch/attention/dot_product_attention/backends.py
-    `UnfusedDotProductAttention._forward`. With padding the layer's own mask [b, 1, s, s] too, by
-    which what the softmax gave to padding is overwritten. Masks that nothing keeps are left out.
-    `in_place`: of `softmax`.
-    """
+    """q, k, v [s, b, heads, width] to [s, b, heads, v width]. Keeps q, k, v, the softmax's output
+    [b, heads, s, s] and, with dropout, its mask (one byte) and its output; with padding the layer's
+    own mask [b, 1, s, s], too. TE pytorch/attention/dot_product_attention/backends.py
+    `UnfusedDotProductAttention._forward`."""
     if not one_tensor(query, key, value):
         query, key, value = (part.contiguous() for part in (query, key, value))
     groups = query.shape[2] // key.shape[2]

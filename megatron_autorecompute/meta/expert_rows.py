@@ -1,15 +1,7 @@
-"""Stand-ins for what orders tokens by expert: HybridEP's dispatch and combine, which the flex
-dispatcher calls, and Transformer Engine's permutation (`moe_permute_fusion`).
-
-HybridEP's keep what the handle of deepseek-ai/DeepEP, branch hybrid-ep of July 2026, holds
-(csrc/hybrid_ep/executor/executor.cu `metadata_preprocess_core`, in one NVLink domain) until the
-backward of both (megatron-core transformer/moe/fused_a2a.py `HybridEPDispatch`, `HybridEPCombine`).
-Permutation is part of the exchange: no tensor of the rows exists on the sending side.
-
-The permutation's save what NVIDIA/TransformerEngine 2.11 pytorch/permutation.py does: int32 maps of
-rows, by pytorch/triton/permutation.py `make_row_id_map` and `make_chunk_sort_map`. Megatron's
-permutation without it runs as it is.
-"""
+"""Stand-ins for what orders tokens by expert: HybridEP's dispatch and combine (deepseek-ai/DeepEP,
+branch hybrid-ep of July 2026, csrc/hybrid_ep/executor/executor.cu, in one NVLink domain), where no
+tensor of the rows exists on the sending side, and Transformer Engine's permutation (2.11,
+pytorch/permutation.py), which saves int32 maps of rows."""
 
 from __future__ import annotations
 
@@ -65,10 +57,8 @@ def hybrid_ep(job: Job) -> dict[str, Callable[..., Any]]:
         **_: Any,
     ) -> tuple[Any, ...]:
         """Tokens [tokens, hidden] to rows [rows, hidden] ordered by expert, their probabilities,
-        none for scales, each expert's rows, and the handle.
-
-        num_permuted_tokens: given where every expert is padded to its capacity.
-        """
+        none for scales, each expert's rows, and the handle. `num_permuted_tokens` is given where
+        every expert is padded to its capacity."""
         tokens, experts = len(x), num_local_experts
         length = num_permuted_tokens or rows(job, tokens, experts)
         # int32 for each rank and token, and a byte and int32 for each local expert of these.

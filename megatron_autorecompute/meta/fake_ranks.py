@@ -1,11 +1,6 @@
-"""One process as the first rank of a pipeline stage; the other ranks are fake.
-
-Stages send shapes before every tensor if microbatches differ in length, or if MTP depths are on
-another stage than the loss. Megatron's own code of `variable_seq_lengths` and `mtp_standalone`
-runs, with real small tensors on CPU. torch's "fake" process group delivers nothing, so this module
-fills in what a neighbour would have sent: neighbours run the same schedule, and send the shapes of
-their microbatches in its order.
-"""
+"""One process as the first rank of a pipeline stage; the other ranks are fake. torch's "fake"
+process group delivers nothing: where Megatron's stages send shapes before every tensor
+(`variable_seq_lengths`, `mtp_standalone`), this fills in what a neighbour would have sent."""
 
 from __future__ import annotations
 
@@ -14,11 +9,11 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.planner.cost.schedule import Schedule
 
@@ -37,13 +32,6 @@ class StepShape:
     lengths: tuple[int, ...] = ()
     """Tokens of each microbatch, on all context parallel ranks together, if microbatches differ;
     each is one sample, and stages exchange shapes. Empty: `seq_length`."""
-
-    def __post_init__(self) -> None:
-        if self.lengths and len(self.lengths) != self.num_microbatches:
-            raise OptionError(
-                f"{len(self.lengths)} lengths were given for {self.num_microbatches} microbatches. "
-                "Give one for each."
-            )
 
 
 @contextlib.contextmanager
@@ -78,21 +66,12 @@ def fake_ranks(config: Any, stage: int, shape: StepShape) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-class _Work:
-    """A p2p operation's work with its tensor, as gloo and NCCL have it and the fake group not."""
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-
-    def wait(self, *_: Any) -> bool:
-        """Nothing is under way."""
-        return True
-
-
 @contextlib.contextmanager
 def _works_that_hold() -> Iterator[None]:
-    def work(_: Any, tensors: list[torch.Tensor], *__: Any) -> _Work:
-        return _Work(tensors)
+    """A p2p operation's work has its tensors, as gloo's and NCCL's; the fake group's has not."""
+
+    def work(_: Any, tensors: list[torch.Tensor], *__: Any) -> Any:
+        return SimpleNamespace(tensors=tensors, wait=lambda *_: True)
 
     group = torch.distributed.ProcessGroup
     with patched(group, "send", work), patched(group, "recv", work):
@@ -118,30 +97,21 @@ def _fake_neighbours(config: Any, stage: int, shape: StepShape) -> Iterator[None
     split *= config.context_parallel_size
     lengths = shape.lengths or [shape.seq_length] * shape.num_microbatches
 
-    def sent(microbatch: int, *, with_depths: bool) -> tuple[int, int, int]:
-        """Tokens, micro-batch, hidden. Those of MTP depths go to the stage of the loss, the
-        decoder's output and each depth's in one tensor."""
-        tokens = lengths[microbatch] // split
-        tokens *= 1 + (config.mtp_num_layers or 0) if with_depths else 1
-        return tokens, shape.micro_batch_size, config.hidden_size
-
-    # What comes is in the order in which this stage needs it.
-    events, end, last = schedule.events(stage), schedule.num_stages - 1, schedule.num_chunks - 1
+    end, last = schedule.num_stages - 1, schedule.num_chunks - 1
     apart = end + 1 if depths_at is None else depths_at
-    from_before = iter(
-        [
-            sent(event.microbatch, with_depths=stage > apart and event.chunk == last)
-            for event in events
-            if event.direction == "forward" and (stage > 0 or event.chunk > 0)
-        ]
-    )
-    from_behind = iter(
-        [
-            sent(event.microbatch, with_depths=apart <= stage < end and event.chunk == last)
-            for event in events
-            if event.direction == "backward" and (stage < end or event.chunk < last)
-        ]
-    )
+
+    def coming(direction: str, edge: tuple[int, int], depths: bool) -> Iterator[tuple[int, ...]]:
+        """What comes in one direction, in the order in which this stage needs it: tokens,
+        micro-batch, hidden. Nothing comes for one chunk of one stage (`edge`). MTP depths go to the
+        stage of the loss, the decoder's output and each depth's in one tensor."""
+        for event in schedule.events(stage):
+            if event.direction == direction and (stage, event.chunk) != edge:
+                several = 1 + (config.mtp_num_layers or 0) * (depths and event.chunk == last)
+                tokens = lengths[event.microbatch] // split * several
+                yield tokens, shape.micro_batch_size, config.hidden_size
+
+    from_before = coming("forward", (0, 0), stage > apart)
+    from_behind = coming("backward", (end, last), apart <= stage < end)
     original = P2PCommunicator._communicate_shapes
 
     @functools.wraps(original)
@@ -149,11 +119,11 @@ def _fake_neighbours(config: Any, stage: int, shape: StepShape) -> Iterator[None
         self: Any, to_next: Any, to_previous: Any, recv_prev: bool, recv_next: bool
     ) -> Any:
         # Megatron appends the operations in this order.
-        coming = [*islice(from_before, int(recv_prev)), *islice(from_behind, int(recv_next))]
+        sent = [*islice(from_before, int(recv_prev)), *islice(from_behind, int(recv_next))]
 
         def deliver(operations: Sequence[Any]) -> list[Any]:
             receives = [each for each in operations if each.op is torch.distributed.irecv]
-            for receive, shape in zip(receives, coming, strict=True):
+            for receive, shape in zip(receives, sent, strict=True):
                 receive.tensor.copy_(torch.tensor(shape))
             return []
 

@@ -1,45 +1,38 @@
 """Bytes and times of layers that are CUDA graphs, whole or in part, by Megatron's own code on meta
-tensors.
+tensors. Every layer runs twice by itself: as Transformer Engine captures it, which gives what is in
+the graphs' memory pool, and as Megatron runs it beside the graph's replay, with a stand-in.
 
-Every layer runs twice by itself: as Transformer Engine captures it, and as Megatron runs it beside
-the graph's replay, with a stand-in for the graph. The first gives what is in the graphs' memory
-pool, the second all the rest. Kernels take their time in both; the host starts a graph as one
-module, and the operations of the rest.
-
-TE pytorch/graph.py `_make_graphed_callables` and megatron-core 0.19.2 transformer/cuda_graphs.py
-`_get_sample_arguments`: each microbatch in flight has a forward and a backward graph of every
-layer, all in one pool, captured in the order of the schedule. Saved tensors and outputs are in the
-pool until the backward is captured; then others use their memory (TE >= 2.7). Inputs are copied to
-buffers outside of it, of which a backward's can be used again; with attention a mask is one.
-
-With the implementation `local` whole layers hand their output on in the pool, and no mask is an
-input (`_resolve_input_buffer`).
+TE pytorch/graph.py `_make_graphed_callables`: saved tensors and outputs are in the pool until the
+backward is captured; then others use their memory (TE >= 2.7). Inputs are copied to buffers outside
+of it; with attention a mask is one. With the implementation `local` whole layers hand their output
+on in the pool, and no mask is an input (megatron-core cuda_graphs.py `_resolve_input_buffer`).
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_iter
 
 from megatron_autorecompute.compat import graph_fields, model_layers, rules
-from megatron_autorecompute.errors import PolicyError
+from megatron_autorecompute.meta import ops
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.job_config import FIELDS
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
     JobStep,
+    choices_by_kind,
     counted,
     job_kinds,
     meta_megatron,
-    own_kinds,
     shard,
     shard_config,
 )
@@ -66,61 +59,43 @@ def with_graph_fields(job: Job, implementation: str) -> tuple[Job, dict[str, Any
 def without_refused(
     job: Job, kinds: Sequence[LayerKind], left_out: Mapping[str, Any]
 ) -> tuple[tuple[LayerKind, ...], tuple[str, ...]]:
-    """The kinds with those choices alone that Megatron allows beside fields of the job, and a
-    sentence for each of its reasons against others.
-
-    left_out: of the job's fields.
+    """The kinds with those choices alone that Megatron allows beside fields of the job, of which
+    `left_out` are left out, and a sentence for each of its reasons against others.
 
     Raises OptionError if Megatron refuses these fields, whatever is recomputed.
     """
     choices = list(dict.fromkeys(record.policy for kind in kinds for record in kind.choices))
     with meta_megatron(job):
         config, _ = shard_config(job, [1] * len(job_kinds(job)), left_out)
-        refused = {choice: reason for choice in choices if (reason := _reason(config, choice))}
-    kept = tuple(_without(kind, refused) for kind in kinds)
+        refused = {one: why for one in choices if (why := rules.why_not(config, one))}
+    found = []
+    for kind in kinds:
+        kept = tuple(record for record in kind.choices if record.policy not in refused)
+        known = {record.choice for record in kept}
+        inert = {choice: other for choice, other in kind.inert.items() if other in known}
+        found.append(replace(kind, choices=kept, inert=inert))
     counts = Counter(refused.values()).items()
-    return kept, tuple(f"Choices left out: {number}. {reason}" for reason, number in counts)
-
-
-def _without(kind: LayerKind, refused: Collection[LayerPolicy]) -> LayerKind:
-    choices = tuple(record for record in kind.choices if record.policy not in refused)
-    known = {record.choice for record in choices}
-    inert = {choice: other for choice, other in kind.inert.items() if other in known}
-    return replace(kind, choices=choices, inert=inert)
-
-
-def _reason(config: Any, choice: LayerPolicy) -> str | None:
-    try:
-        rules.check_allowed(config, RecomputePolicy((choice,) * choice.group))
-    except PolicyError as error:
-        return " ".join(str(error).split())
-    return None
-
-
-Figures = dict[str, Any]
-"""Fields of a `ChoiceRecord`."""
+    return tuple(found), tuple(f"Choices left out: {number}. {reason}" for reason, number in counts)
 
 
 def with_graphs(job: Job, kinds: Sequence[LayerKind], clock: Roofline) -> tuple[LayerKind, ...]:
     """Decoder layers' kinds with the bytes that each choice has in graphs and beside them, and the
-    time that it takes so.
-
-    Kinds of MTP depths are unchanged.
+    time that it takes so. Kinds of MTP depths are unchanged.
 
     Args:
         job: with `graphs.of_layers`.
         kinds: the kinds of the whole model, with choices that Megatron allows beside the graphs.
         clock: gives the times.
     """
-    own = own_kinds(job, kinds)
-    ran = [(k.name, record.policy) for k in own if k is not None for record in k.choices]
-    copies = [0 if k is None else len(k.choices) for k in own]
+    ran, copies = choices_by_kind(job, kinds)
     runs = _runs(job, copies, [choice for _, choice in ran], clock)
     found = dict(zip(ran, runs, strict=True))
     return tuple(_replaced(kind, found) for kind in kinds)
 
 
-def _replaced(kind: LayerKind, found: Mapping[tuple[str, LayerPolicy], Figures]) -> LayerKind:
+def _replaced(
+    kind: LayerKind, found: Mapping[tuple[str, LayerPolicy], dict[str, Any]]
+) -> LayerKind:
     given = [replace(each, **found.get((kind.name, each.policy), {})) for each in kind.choices]
     # An output that is recomputed is not quantised, which may be less than recomputing is more.
     records = [replace(each, spread_ms=0.0) for each in in_order(given, [1.0] * len(given))]
@@ -144,29 +119,25 @@ def _inert(records: Sequence[ChoiceRecord]) -> dict[str, str]:
 
 def _runs(
     job: Job, copies: Sequence[int], choices: Sequence[LayerPolicy], clock: Roofline
-) -> list[Figures]:
-    """What each layer of a shard changes in the record of its choice."""
+) -> list[dict[str, Any]]:
+    """Of each layer of a shard the fields of its choice's `ChoiceRecord` that change."""
     asked, left_out = with_graph_fields(job, "transformer_engine")
     with shard(asked, copies, left_out) as built:
         model, step = built.model, JobStep(asked)
         (site,) = model_layers.block_sites([model])
         layers = list(site.block.layers)
         policy = RecomputePolicy((*choices, *[LayerPolicy()] * job.mtp_num_layers))
-        with graph_fields.in_torch(layers), counted(job, model, policy, step) as live:
+        with counted(job, model, policy, step) as live:
             # What dispatchers keep until the next forward is alive from here on.
-            kwargs = _called_with(layers, lambda: _loss(step, model).backward())
+            kwargs = _called_with(layers, model, step)
             return [
                 _run(job, layer, own, live, clock, built.config)
                 for layer, own in zip(layers, kwargs, strict=True)
             ]
 
 
-def _loss(step: JobStep, model: torch.nn.Module) -> torch.Tensor:
-    return step(None, model)[0].float().mean()
-
-
 def _called_with(
-    layers: Sequence[Any], step: Callable[[], Any]
+    layers: Sequence[Any], model: torch.nn.Module, step: JobStep
 ) -> list[tuple[tuple[int, ...], dict[str, Any]]]:
     """The keyword arguments of each layer in a step, and the shape of its hidden states."""
     found: list[tuple[tuple[int, ...], dict[str, Any]]] = []
@@ -176,12 +147,9 @@ def _called_with(
         hidden = args[0] if args else kwargs.pop("hidden_states")
         found.append((tuple(hidden.shape), kwargs))
 
-    hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
-    try:
-        step()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for layer in layers:
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    step(None, model)[0].float().mean().backward()
     return found
 
 
@@ -192,7 +160,7 @@ def _run(
     live: LiveBytes,
     clock: Roofline,
     config: Any,
-) -> Figures:
+) -> dict[str, Any]:
     if not graph_fields.is_graphable(layer, config):
         return {}
     shape, kwargs = called
@@ -203,8 +171,11 @@ def _run(
     live.exclude(like)
     of_attention = not job.graphs.modules or "attn" in job.graphs.modules
     captured, outputs, inside = _captured(layer, like, kwargs if of_attention else {}, live, clock)
+    # Transformer Engine's graphs of attention have a mask as an input, whether a job has one or not
+    # (megatron-core transformer_layer.py `get_layer_static_inputs`).
     masked = job.graphs.implementation == "transformer_engine" and of_attention
-    mask = mask_bytes(job) * masked
+    length = job.seq_length * masked
+    mask = job.micro_batch_size * length * length // job.size("context")
     static_gradient = torch.empty_like(like)
     live.exclude(static_gradient)
 
@@ -252,12 +223,6 @@ def _together(inside: Readings, outside: Readings, clock: Roofline) -> tuple[flo
     return forward, backward
 
 
-def mask_bytes(job: Job) -> int:
-    """The mask that Transformer Engine's graphs of attention have as an input, whether a job has
-    one or not (megatron-core transformer_layer.py `get_layer_static_inputs`)."""
-    return job.micro_batch_size * job.seq_length * job.seq_length // job.size("context")
-
-
 def _captured(
     layer: Any, like: torch.Tensor, kwargs: dict[str, Any], live: LiveBytes, clock: Roofline
 ) -> tuple[LayerBytes, tuple[torch.Tensor, ...], Readings]:
@@ -292,14 +257,8 @@ def _alone(
     live: LiveBytes,
     clock: Roofline,
 ) -> tuple[LayerBytes, bool, Readings]:
-    """Bytes of a layer as its record counts them, whether it keeps its input, and its time.
-
-    Args:
-        run: the layer's forward.
-        like: its input, of the same shape.
-        live: counts.
-        clock: gives the time.
-    """
+    """Bytes of a layer, whose forward is `run`, as its record counts them; whether it keeps its
+    input; and its time."""
     leaf, before = _leaf(like, live), live.current_bytes
     live.reset_peak()
     received = [leaf.clone()]
@@ -308,7 +267,7 @@ def _alone(
     with clock:
         output = run(received.pop())
     middle = clock.now()
-    end = _End.apply(output)
+    end = _end(output)
     one = torch.ones_like(end)
     for tensor in (end, one):
         live.exclude(tensor)
@@ -328,17 +287,13 @@ def _leaf(like: torch.Tensor, live: LiveBytes) -> torch.Tensor:
     return leaf
 
 
-class _End(torch.autograd.Function):
+def _end(output: torch.Tensor) -> torch.Tensor:
     """What follows a layer: keeps nothing, and gives a gradient of its output."""
-
-    @staticmethod
-    def forward(ctx: Any, output: torch.Tensor) -> torch.Tensor:
-        ctx.shape, ctx.dtype = output.shape, output.dtype
-        return torch.empty((), dtype=output.dtype, device="meta")
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return torch.empty(ctx.shape, dtype=ctx.dtype, device="meta")
+    gradient = functools.partial(torch.empty, output.shape, dtype=output.dtype, device="meta")
+    return cast(
+        torch.Tensor,
+        ops.kernel_with_backward(lambda x: (x.new_empty(()), (), lambda *_: [gradient()]), output),
+    )
 
 
 class _Graph(torch.autograd.Function):

@@ -496,6 +496,11 @@ def contradictions(job: Job) -> list[str]:
         f"{', '.join(filter(config.get, _NOT_WITH_PATTERN))} beside hybrid_layer_pattern, which "
         "says it already, or whose model Megatron does not build with it": pattern
         and any(map(config.get, _NOT_WITH_PATTERN)),
+        "fp8_output_proj, whose copies of weights are not modelled": values.fp8_output_proj,
+        "packed samples under context parallelism beside Mamba or Gated DeltaNet layers, which is "
+        "not modelled": context > 1
+        and (job.packed_samples or job.max_tokens_per_microbatch)
+        and (values.linear_attention_freq or {*"MG"} & {*str(pattern or "")}),
         "use_mamba_mem_eff_path false, whose kernels of inference are not modelled": (
             config.get("use_mamba_mem_eff_path") is False
         ),

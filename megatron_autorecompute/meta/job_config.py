@@ -104,7 +104,7 @@ class Resolved:
     expert_model_parallel_size: Ranks = 1
     expert_tensor_parallel_size: Ranks | None = None
     sequence_parallel: bool = False
-    cp_comm_type: Literal["p2p", "all_gather", "allgather", "a2a", "a2a+p2p"] | None = None
+    cp_comm_type: Literal["p2p", "a2a", "a2a+p2p"] | None = None
     """Megatron also takes a list of one name for each layer."""
     hierarchical_context_parallel_sizes: list[int] | None = None
     virtual_pipeline_model_parallel_size: Ranks | None = None

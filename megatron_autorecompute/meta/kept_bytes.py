@@ -1,21 +1,13 @@
 """Bytes that stay from step to step on one rank, counted on a shard: parameters by their place in
-the model, buffers that Transformer Engine and cuBLAS keep once for all layers of a stage, and what
-MoE dispatchers keep of their last microbatch.
-
-Of these buffers none is freed before the process ends. Sources: NVIDIA/TransformerEngine (TE
-below), its main branch of August 2026 and the commits named, and megatron-core 0.19.2.
-
-A tensor that a dispatcher keeps and that its layer saves for the backward is alive once but counts
-twice: in what the layer holds and, because it stays until the layer's next forward, in static
-bytes. So do tensors to which the graph of a kept tensor leads.
-"""
+the model, buffers of Transformer Engine (TE below, main of August 2026) and cuBLAS, and what MoE
+dispatchers keep of their last microbatch."""
 
 from __future__ import annotations
 
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +19,6 @@ from megatron_autorecompute.compat import defects, model_layers
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
-from megatron_autorecompute.meta.job_config import PRECISIONS
 from megatron_autorecompute.meta.model import Shard
 from megatron_autorecompute.meta.static_bytes import (
     Parameters,
@@ -40,18 +31,6 @@ from megatron_autorecompute.meta.step_end import iteration_flops
 from megatron_autorecompute.policy import NONE, LayerPolicy
 from megatron_autorecompute.profile import Deferred, LayerKind, StageRecord, StaticBytes
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
-
-# --------------------------------------------------------------------------------------- parameters
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """What one layer or MTP depth of the whole model adds to static bytes."""
-
-    weights: Weights
-    shared: dict[str, int]
-    kept_bytes: int
-    """What it keeps between steps: a MoE layer's dispatcher of the last microbatch, and angles."""
 
 
 class Counted:
@@ -74,7 +53,7 @@ class Counted:
         of_dispatcher: int = 0,
     ) -> None:
         model: Any = built.model
-        self.job, self._device = job, device
+        self.job = job
         several = job.size("pipeline") > 1
         sites = model_layers.mtp_sites([model])
         self._embedding = counted_weights(model.embedding)
@@ -84,15 +63,20 @@ class Counted:
         if several and not job.untie_embeddings_and_output_weights:
             # The last stage has a copy of the tied weights, without those of positions.
             self._head += counted_weights(model.embedding.word_embeddings)
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, tuple[Weights, StaticBytes]] = {}
+
+        def place(weights: Weights, shared: dict[str, int], kept_bytes: int) -> Any:
+            static = static_bytes(job, device, weights)
+            return weights, replace(static, buffer_bytes=kept_bytes, shared=shared)
+
         layers = [
             layer for site in model_layers.block_sites([model]) for layer in site.block.layers
         ]
         for layer, kind in zip(layers, built.kind_of.values(), strict=True):
-            shared = shared_buffers(job, device, layer)
             kept_bytes = angle_bytes(layer) + of_dispatcher * kind.is_moe
-            place = _Place(counted_weights(layer), shared, kept_bytes)
-            self._places |= dict.fromkeys(kind.layers, place)
+            shared = shared_buffers(job, device, layer)
+            found = place(counted_weights(layer), shared, kept_bytes)
+            self._places |= dict.fromkeys(kind.layers, found)
         of_depths = shared_buffers(job, device, *(site.mtp for site in sites))
         depths = [(site, index == site.indices[0]) for site in sites for index in site.indices]
         for depth, (site, first) in enumerate(depths):
@@ -102,10 +86,10 @@ class Counted:
                 weights += self._embedding  # so has the stage of the MTP depths
             kept_bytes = angle_bytes(site.mtp) + of_dispatcher * job.experts_of_depth
             kept_bytes *= first
-            self._places[job.num_layers + depth] = _Place(weights, of_depths, kept_bytes)
+            self._places[job.num_layers + depth] = place(weights, of_depths, kept_bytes)
         self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
-        head = shared_buffers(job, device, model.output_layer) | quantised_output_layer(job)
+        head = shared_buffers(job, device, model.output_layer)
         self.head = replace(static_bytes(job, device, self._head), shared=head)
         self._buffer_bytes = storage_bytes(buffers)
         if job.transformer_impl != "local":
@@ -120,13 +104,11 @@ class Counted:
 
     def layer(self, index: int) -> StaticBytes:
         """Static bytes of one layer of the whole model."""
-        place = self._places[index]
-        static = static_bytes(self.job, self._device, place.weights)
-        return replace(static, buffer_bytes=place.kept_bytes, shared=place.shared)
+        return self._places[index][1]
 
     def weights(self, layers: Sequence[int], embedding: bool, head: bool) -> Weights:
         """Parameters of one pipeline stage."""
-        counts = [self._places[index].weights for index in layers]
+        counts = [self._places[index][0] for index in layers]
         counts += [self._embedding] * embedding + [self._head] * head
         return sum(counts, Weights())
 
@@ -149,8 +131,8 @@ class Counted:
 
 
 def angle_bytes(layer: torch.nn.Module) -> int:
-    """What latent attention with YaRN keeps in each layer: cosines and sines in 16 bits, and in the
-    cache of a function angles in fp32, as many bytes again (megatron-core models/common/embeddings/
+    """What latent attention with YaRN keeps in each layer: cosines and sines in 16 bits, and as
+    many bytes of angles in the cache of a function (megatron-core
     yarn_rotary_pos_embedding.py)."""
     cached = [x for name, x in layer.named_buffers() if name.endswith(("cos_cached", "sin_cached"))]
     return 2 * storage_bytes(cached)
@@ -208,9 +190,6 @@ def parts_of_stages(job: Job) -> Iterator[tuple[tuple[int, ...], bool, bool]]:
         )
 
 
-# ----------------------------------------------------------------------------------- shared buffers
-
-
 OF_TORCH = "cuBLAS workspaces of torch"
 OF_LINEAR = "cuBLAS workspace"
 OF_GROUPED = "cuBLAS workspaces of grouped products"
@@ -225,12 +204,10 @@ def shared_buffers(job: Job, device: Device, *parts: torch.nn.Module | None) -> 
 
 
 def deferred_output_layer(job: Job) -> Deferred | None:
-    """What `defer_embedding_wgrad_compute` keeps of microbatches on the head's stage: the gradients
-    of their logits, and the output layer's inputs, until the pipeline drains (megatron-core
-    tensor_parallel/layers.py, `grad_output_buffer` and `embedding_activation_buffer`; schedules.py
-    `finish_embedding_wgrad_compute`, before gradients are reduced). These inputs have their graph,
-    which ends at what the stage received: so it stays too, with its gradient.
-    """
+    """What `defer_embedding_wgrad_compute` keeps of microbatches on the head's stage until the
+    pipeline drains: the gradients of their logits, and the output layer's inputs (megatron-core
+    tensor_parallel/layers.py, `grad_output_buffer` and `embedding_activation_buffer`), whose graph
+    keeps what the stage received, with its gradient."""
     if not job.resolved.defer_embedding_wgrad_compute:
         return None
     tokens = job.micro_batch_size * job.seq_length // job.size("context")
@@ -241,28 +218,13 @@ def deferred_output_layer(job: Job) -> Deferred | None:
     return Deferred(each, 1 + job.mtp_num_layers, limit or None)
 
 
-def quantised_output_layer(job: Job) -> dict[str, int]:
-    """What `fp8_output_proj` adds: copies in MXFP8 of the output layer's bf16 weights, in both
-    layouts, that Transformer Engine caches (megatron-core extensions/transformer_engine.py
-    `TELMHeadColumnParallelLinear`, which is built outside fp8_model_init). Its input, which is
-    kept in bf16 in these figures, takes half."""
-    if not job.resolved.fp8_output_proj or job.precision != "mxfp8":
-        return {}
-    elements = job.padded_vocab_size // job.size("tensor") * job.resolved.hidden_size
-    return {
-        "quantised copies of the output layer": round(2 * PRECISIONS["mxfp8"].copy_bytes * elements)
-    }
-
-
 SAMPLE_BYTES = 8 + 8 + 4 + 8
-"""The bytes of a token as the data loader gives it: token, label, loss mask, position
-(Megatron-core datasets/gpt_dataset.py)."""
+"""Of a token: itself, label, loss mask, position (megatron-core datasets/gpt_dataset.py)."""
 
 
 def graph_inputs(job: Job) -> dict[str, int]:
-    """Copies of a step's samples that one CUDA graph of the iteration reads, on stages whose ranks
-    load data: megatron-core full_cuda_graph.py `StaticBufferLoader` keeps those of every
-    microbatch, whole sequences, with the data loader's mask if it makes one."""
+    """Copies of a step's samples, whole sequences, that one CUDA graph of the iteration reads, on
+    stages whose ranks load data (megatron-core full_cuda_graph.py `StaticBufferLoader`)."""
     if not job.graphs.of_iteration:
         return {}
     masks = job.seq_length * job.attention_mask_in_dataloader
@@ -271,16 +233,10 @@ def graph_inputs(job: Job) -> dict[str, int]:
 
 
 def dummy_weight_gradients(job: Job, modules: Iterable[torch.nn.Module]) -> dict[str, int]:
-    """One tensor per shape [out, in] of trained weights, 2 bytes per element under every precision.
-
-    With gradient accumulation fusion the product adds to main_grad, and backward returns a tensor
-    of the weight's shape that nobody reads, for DistributedDataParallel's hooks to run. TE
-    pytorch/module/base.py `get_dummy_wgrad` caches it; linear.py, layernorm_linear.py and
-    grouped_linear.py (one for all experts) call it, and so does megatron-core's
-    tensor_parallel/layers.py (output layer) if TE can be imported. Norms, embeddings and the router
-    have none. `Job.keeps_dummies` says which versions do. TE's LayerNormMLP, which Megatron's layer
-    specs do not build, makes a new tensor each time.
-    """
+    """One tensor per shape [out, in] of trained weights, 2 bytes per element under every precision,
+    which backward returns with gradient accumulation fusion for DistributedDataParallel's hooks. TE
+    pytorch/module/base.py `get_dummy_wgrad` caches it for linear layers and experts, and for
+    megatron-core's output layer. `Job.keeps_dummies` says in which versions."""
     found: dict[str, int] = {}
     for module in modules:
         shape = _weight_shape(module)
@@ -309,17 +265,11 @@ def workspaces(job: Job, device: Device, modules: Iterable[torch.nn.Module]) -> 
     """cuBLAS workspaces.
 
     TE pytorch/cpp_extensions/gemm.py `get_cublas_workspace`: 32 MiB and 1 KiB from Hopper on, 4 MiB
-    before, and as much again for each of the 4 streams of grouped products
-    (`get_num_cublas_streams`), and for each of 3 streams with userbuffers (`tp_comm_overlap`,
-    `_NUM_MAX_UB_STREAMS`).
-
-    torch keeps its own for each handle and stream, and each thread has a handle: forward's and
-    autograd's. aten/src/ATen/cuda/CublasHandlePool.cpp `parseChosenWorkspaceSize`: 8 times 4096 KiB
-    on Hopper, and since 2.12 (pytorch pull request 175344) on Blackwell; else 2 times 4096 KiB and
-    8 times 16 KiB. CUBLAS_WORKSPACE_CONFIG says another size; `--deterministic-mode` asks for one
-    (Megatron training/arguments.py). Only what torch itself multiplies needs it: the output layer,
-    attention with scores, local layers, gates of shared experts, and routers that are not of TE
-    (`Job.routers_of_te`).
+    before, as much again for each of the 4 streams of grouped products, and for each of 3 streams
+    with userbuffers (`tp_comm_overlap`). torch keeps its own, for what torch itself multiplies, for
+    each of two threads' handles (aten/src/ATen/cuda/CublasHandlePool.cpp): 8 times 4096 KiB on
+    Hopper, and since 2.12 on Blackwell; else 2 times 4096 KiB and 8 times 16 KiB, or what
+    CUBLAS_WORKSPACE_CONFIG says.
     """
     modules = list(modules)
     routers = any(isinstance(module, TopKRouter) for module in modules)
@@ -355,16 +305,10 @@ def _is_of_torch(module: torch.nn.Module) -> bool:
     return isinstance(module, (ColumnParallelLinear, RowParallelLinear))
 
 
-# ---------------------------------------------------------------------------- what dispatchers keep
-
-
 class Dispatchers:
-    """What MoE layers' dispatchers keep of the last microbatch.
-
-    Args:
-        model: a shard, on meta tensors.
-        live: counts its steps.
-    """
+    """What MoE layers' dispatchers of a shard keep of the last microbatch, by what `live` counts.
+    What the layer saves for its backward, too, or what the graph of that leads to, is alive once
+    but counts twice: in what the layer holds, and in static bytes."""
 
     def __init__(self, model: torch.nn.Module, live: LiveBytes) -> None:
         layers = model_layers.numbered_layers([model])

@@ -1,9 +1,6 @@
-"""Stand-ins for Transformer Engine's modules and other fused kernels, for meta tensors.
-
-Each one saves for its backward the tensors that the real kernel saves. Its docstring lists them and
-names the source, by file and function in NVIDIA/TransformerEngine 2.x (TE below) or
-NVIDIA/Megatron-LM; the tests count them. No values are computed.
-"""
+"""Stand-ins for Transformer Engine's modules and other fused kernels, for meta tensors. Each saves
+for its backward what the real kernel saves, as its docstring says, with the source in
+NVIDIA/TransformerEngine 2.x (TE below) or NVIDIA/Megatron-LM."""
 
 from __future__ import annotations
 
@@ -27,58 +24,24 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from megatron_autorecompute.compat import layer_specs, model_layers, versions
+from megatron_autorecompute.compat import model_layers, versions
 from megatron_autorecompute.meta import attention, expert_rows, mixers, ops
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.job_config import PRECISIONS
 from megatron_autorecompute.patched import patched
 
-ANY = Job(
-    name="any",
-    config={"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1},
-    num_gpus=1,
-    seq_length=1,
-    global_batch_size=1,
-    vocab_size=1,
-)
+_SIZES = {"num_layers": 1, "hidden_size": 1, "num_attention_heads": 1}
+ANY = Job(name="any", config=_SIZES, num_gpus=1, seq_length=1, global_batch_size=1, vocab_size=1)
 """A job that says nothing."""
 _job = ANY
 """The job whose stand-ins are in place."""
-
-
-# ------------------------------------------------------------------------------------- functions
-
-
-def _normalised(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """RMSNorm or, with a bias, LayerNorm. Saves: input, copied if it is a view of parts of one,
-    and one fp32 per token (`rsigma`; of LayerNorm `mu`, too). TE pytorch/ops/basic/rmsnorm.py and
-    layer_norm.py, `op_forward`."""
-
-    def run(x: torch.Tensor, *_: Any) -> ops.Ran:
-        x = x.contiguous()
-        y, *statistics = _normed(x, weight, bias)
-        return y, (x, *statistics), backward
-
-    def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
-        return ops.norm_backward(gradient, *saved[:2]), None, None
-
-    return ops.kernel_with_backward(run, x, weight, bias)
-
-
-def _normed(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    """The normalised input, and what else of a norm is saved beside its input."""
-    y, statistics = ops.norm(x, weight)
-    return (y, statistics) if bias is None else (y, statistics, torch.empty_like(statistics))
 
 
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
 ) -> torch.Tensor:
     """Fused attention. Saves: q, k, v, out and one fp32 per head and token (log-sum-exp). TE
-    pytorch/attention/dot_product_attention/backends.py (`FusedAttnFunc`, and flash_attn's
-    `FlashAttnFunc`), as `attention.one_tensor` says. Around flash_attn's, `Attention` copies."""
+    pytorch/attention/dot_product_attention/backends.py. Around flash_attn's, `Attention` copies."""
     more = attention.CAUSAL, window
 
     def run(*parts: torch.Tensor) -> ops.Ran:
@@ -95,8 +58,7 @@ def _attention(
 
 def rotate(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     """Rotary embedding of x, any shape. Saves nothing but the shared angles. TE
-    pytorch/attention/rope.py `FusedRoPEFunc`; Megatron fusions/fused_mla_yarn_rope_apply.py for
-    q."""
+    pytorch/attention/rope.py; Megatron fusions/fused_mla_yarn_rope_apply.py for q."""
     return ops.kernel_with_backward(
         lambda x: (ops.rotate(x), (), lambda _, gradient: [ops.rotate(gradient)]), x
     )
@@ -124,10 +86,8 @@ def _mla_kv(
 def _activation(x: torch.Tensor, weights: torch.Tensor | None, gated: bool) -> torch.Tensor:
     """An activation as one kernel: SwiGLU and its like (`gated`) or one that is not, times the
     router's weights for experts. Saves: its input, in 16 bits whatever
-    `activation_func_fp8_input_store` says, and the weights. Megatron fusions/fused_bias_swiglu.py
-    `SwiGLUFunction`, `WeightedSwiGLUFunction`, fused_bias_geglu.py `WeightedQuickGeGLUFunction`,
-    fused_weighted_squared_relu.py `WeightedSquaredReLUFunction`, fused_bias_gelu.py `GeLUFunction`
-    (whose bias is a parameter)."""
+    `activation_func_fp8_input_store` says, and the weights. Megatron fusions/fused_bias_swiglu.py,
+    fused_bias_geglu.py, fused_weighted_squared_relu.py and fused_bias_gelu.py."""
 
     def run(x: torch.Tensor, weights: torch.Tensor | None) -> ops.Ran:
         return (ops.gated if gated else ops.pointwise)(x, weights), (x, weights), backward
@@ -141,14 +101,10 @@ def _activation(x: torch.Tensor, weights: torch.Tensor | None, gated: bool) -> t
 
 
 def _cross_entropy(logits: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Saves: the gradient, written over the logits. TE pytorch/cross_entropy.py
-    `CrossEntropyFunction` (inplace in `cross_entropy_forward`)."""
+    """Saves: the gradient, written over the logits. TE pytorch/cross_entropy.py."""
     return ops.kernel_with_backward(
         lambda x: (ops.cross_entropy(x), (x.detach(),), lambda saved, _: saved), logits
     )
-
-
-# --------------------------------------------------------------------------------------- modules
 
 
 class Norm(torch.nn.Module):
@@ -162,18 +118,12 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as x."""
-        return _normalised(x, self.weight, self.bias)
+        return ops.normalised(x, self.weight, self.bias)
 
 
 class LinearModule(torch.nn.Module):
-    """A linear layer of Transformer Engine, with weight [out, in] of this rank.
-
-    Args:
-        input_size, output_size: the sizes of the whole layer.
-        parallel: column, row, or none.
-        normed: whether the input goes through a norm first.
-        experts: above 0: weights of so many, whose tokens the dispatcher exchanges.
-    """
+    """A linear layer of Transformer Engine, with weight [out, in] of this rank; with `experts`
+    above 0 with weights of so many, whose tokens the dispatcher exchanges."""
 
     parallel = "none"
     normed = False
@@ -195,7 +145,8 @@ class LinearModule(torch.nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.group = tp_group or _tensor_group(is_expert)
+        kind = "expert_tensor_parallel" if is_expert else "tensor_model_parallel"
+        self.group = tp_group or getattr(parallel_state, f"get_{kind}_group")()
         self.config, self.is_expert = config, is_expert
         self.inputs, self.outputs = input_size, output_size
         self.adapter: Any = None  # of LoRA
@@ -215,23 +166,20 @@ class LinearModule(torch.nn.Module):
         self.scatters = sequence and parallel == "row"
         self.reduces = split and not sequence
         self.job, self.precision = _job, PRECISIONS[_job.precision]
-        self._parameters_of(config, (experts,) * (experts > 0), input_size, output_size, bias)
+        each = (experts,) * (experts > 0)
+
+        def made(*size: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.empty(*each, *size, dtype=config.params_dtype))
+
+        self.weight = made(output_size, input_size)
+        self.bias = made(output_size) if bias else None
+        self.layer_norm_weight = made(input_size) if self.normed else None
+        biased = self.normed and config.normalization == "LayerNorm"
+        self.layer_norm_bias = made(input_size) if biased else None
         self.skip_bias_add, self.te_return_bias = skip_bias_add, skip_bias_add and bias
         if is_expert:
             for parameter in self.parameters():
                 parameter.allreduce = False  # type: ignore[attr-defined]
-
-    def _parameters_of(
-        self, config: Any, each: tuple[int, ...], inputs: int, outputs: int, bias: bool
-    ) -> None:
-        def made(*size: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.empty(*each, *size, dtype=config.params_dtype))
-
-        self.weight = made(outputs, inputs)
-        self.bias = made(outputs) if bias else None
-        self.layer_norm_weight = made(inputs) if self.normed else None
-        biased = self.normed and config.normalization == "LayerNorm"
-        self.layer_norm_bias = made(inputs) if biased else None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [..., in] to ([..., out], bias or None)."""
@@ -252,21 +200,20 @@ class LinearModule(torch.nn.Module):
         return ops.kernel_with_backward(run, x, self.weight, *norm)
 
     def _run(self, shares: str, x: torch.Tensor, weight: torch.Tensor, *norm: Any) -> ops.Ran:
-        """y = norm(x) W^T. Saves: with a norm its input, its statistics and the normalised input;
-        without a norm the input. The tensor that the weight gradient reads is quantised under fp8
-        and fp4, unless the module has `save_original_input`, and not saved if the weight is frozen,
-        unless an adapter gets the normalised input, too (`shares`: this rank's part, or gathered).
-        Under sequence parallelism only this rank's part is saved; it is gathered again in backward.
-        A quantised copy of the weight is saved too if it is not cached (`Job.copies_weights`). TE
-        pytorch/module/layernorm_linear.py and linear.py (`_LayerNormLinear`, `_Linear`, their
-        `save_for_backward` lists)."""
+        """y = norm(x) W^T. Saves: the input, with a norm its statistics and the normalised input,
+        too. The tensor that the weight gradient reads is quantised under fp8 and fp4, unless the
+        module has `save_original_input`, and not saved if the weight is frozen, unless an adapter
+        gets it, too (`shares`: this rank's part, or gathered). Under sequence parallelism this
+        rank's part is saved, and gathered again in backward. A quantised copy of the weight is
+        saved if it is not cached (`Job.copies_weights`). TE pytorch/module/layernorm_linear.py and
+        linear.py."""
         saved_bytes = self.precision.saved_element_bytes
         kept = [weight]
         if self.job.copies_weights:
             kept.append(ops.quantize(weight, 2 * self.precision.copy_bytes))
         normed = x
         if self.normed:
-            normed, *statistics = _normed(x, *norm)
+            normed, *statistics = ops.normed(x, *norm)
             kept += [x, *statistics]
         quantises = saved_bytes < normed.element_size()
         own = quantises and not self.save_original_input
@@ -325,13 +272,12 @@ class LinearModule(torch.nn.Module):
     def normed_again(self, x: torch.Tensor) -> torch.Tensor:
         """The output of the norm, which the module saves."""
         assert self.layer_norm_weight is not None
-        return _normed(x, self.layer_norm_weight, self.layer_norm_bias)[0]
+        return ops.normed(x, self.layer_norm_weight, self.layer_norm_bias)[0]
 
     @property
     def shares(self) -> str:
         """What of its norm an adapter gets: Transformer Engine's `return_layernorm_output`, and
-        without userbuffers `return_layernorm_output_gathered` (Bridge peft/utils.py
-        `get_adapter_attributes_from_linear`)."""
+        without userbuffers `return_layernorm_output_gathered` (Bridge peft/utils.py)."""
         if not self.normed:
             return ""
         return "gathered" if self.gathers and not self.job.resolved.tp_comm_overlap else "own"
@@ -362,24 +308,22 @@ class GroupedLinear(LinearModule):
 
 
 class Attention(torch.nn.Module):
-    """Stands for TEDotProductAttention: q [s, b, heads, width] to [s, b, heads * v width].
-
-    Under context parallelism the layer's `cp_comm_type` says how ranks exchange keys and values, or
-    heads; Megatron's default is p2p.
-    """
+    """Stands for TEDotProductAttention: q [s, b, heads, width] to [s, b, heads * v width]."""
 
     def __init__(
         self, config: Any, *, layer_number: int = 1, cp_comm_type: str | None = None, **_: Any
     ) -> None:
         super().__init__()
-        self.window_size = _window(config, layer_number)
+        window, skip = config.window_size, config.window_attn_skip_freq
+        windowed = is_layer_window_attention(window, skip, layer_number)
+        self.window_size = int(window[0]) + 1 if windowed else 0  # keys that each query sees
         self.dropout = None
         if config.attention_backend is AttnBackend.unfused:
             self.dropout = config.attention_dropout
         self.is_flash = config.attention_backend is AttnBackend.flash
         several = config.context_parallel_size > 1
         self.group = parallel_state.get_context_parallel_group() if several else None
-        self.comm_type = comm_type(cp_comm_type)
+        self.comm_type = cp_comm_type or "p2p"
         self.hierarchy = config.hierarchical_context_parallel_sizes
 
     def forward(
@@ -419,31 +363,10 @@ class Attention(torch.nn.Module):
         return out.squeeze(1) if packed else out
 
 
-def comm_type(name: str | None) -> str:
-    """A `cp_comm_type` as TE writes it; Megatron accepts allgather too."""
-    return "all_gather" if name == "allgather" else name or "p2p"
-
-
-def _window(config: Any, layer_number: int) -> int:
-    """Number of keys that each query sees, 0 for all; `window_attn_skip_freq` picks the layers."""
-    window, skip = config.window_size, config.window_attn_skip_freq
-    return int(window[0]) + 1 if is_layer_window_attention(window, skip, layer_number) else 0
-
-
-def _tensor_group(is_expert: bool) -> Any:
-    if is_expert:
-        return parallel_state.get_expert_tensor_parallel_group()
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-# ---------------------------------------------------------------------------------------- adapters
-
-
 class Adapter(torch.nn.Module):
     """LoRA's B A x of one linear layer, by Megatron's own linear layers in 16 bits under every
-    precision (Megatron Bridge peft/utils.py `ParallelLinearAdapter`). Saves: its input, whole under
-    sequence parallelism, and A's result; with dropout its mask and what it left. Experts of a rank
-    share one adapter."""
+    precision (Megatron Bridge peft/utils.py `ParallelLinearAdapter`). Experts of a rank share one.
+    """
 
     def __init__(self, of: Any, rank: int, dropout: float) -> None:
         super().__init__()
@@ -485,32 +408,19 @@ class Adapter(torch.nn.Module):
 
 def add_adapters(job: Job, model: Any) -> None:
     """Freeze a model of stand-ins and give it the job's adapters, where Megatron Bridge puts them:
-    beside each module whose own or full name one of `target_modules` says, experts' included
-    (peft/base.py, lora.py, module_matcher.py)."""
+    beside each module whose own or full name one of `target_modules` says (peft/module_matcher.py).
+    """
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
-        if isinstance(module, LinearModule) and _is_target(job, name):
+        own = name.rpartition(".")[-1]
+        if isinstance(module, LinearModule) and any(
+            own == target or re.fullmatch(target.replace("*", "(.*)"), name)
+            for target in job.lora_target_modules
+        ):
             module.adapter = Adapter(module, job.lora_rank, job.lora_dropout)
     if getattr(model, "pre_process", False):
         # As on every stage but the first, and on the first by Bridge's peft/recompute.py.
         model.embedding.register_forward_hook(lambda _, __, out: out.detach().requires_grad_())
-
-
-def has_adapters(model: torch.nn.Module) -> bool:
-    """Whether a layer of the model was given one."""
-    return any(isinstance(module, Adapter) for module in model.modules())
-
-
-def _is_target(job: Job, name: str) -> bool:
-    # Bridge's `ModuleMatcher.match` and `wildcard_match`.
-    own = name.rpartition(".")[-1]
-    return any(
-        own == target or re.fullmatch(target.replace("*", "(.*)"), name)
-        for target in job.lora_target_modules
-    )
-
-
-# --------------------------------------------------------------------------------- putting in place
 
 
 def _layer(name: str, base: type[LinearModule], **fields: Any) -> type[LinearModule]:
@@ -532,37 +442,9 @@ LAYERS: dict[str, type[torch.nn.Module]] = {
 """The stand-ins by their names in megatron-core's extensions/transformer_engine.py."""
 
 
-def _general_gemm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out_dtype: torch.dtype,
-    layout: str = "TN",
-    bias: torch.Tensor | None = None,
-    grad: bool = False,
-) -> tuple[torch.Tensor]:
+def _general_gemm(a: Any, b: Any, dtype: torch.dtype, layout: str, **_: Any) -> tuple[Any]:
     """The product of a router, which reads its input as it is, where torch needs a copy in fp32."""
-    return (ops.general_gemm(a, b, out_dtype, layout),)
-
-
-def _sinkhorn(logits: torch.Tensor, tolerance: float = 0.0) -> torch.Tensor:
-    """Scores of the size that Megatron transformer/moe/moe_utils.py `sinkhorn` returns; it iterates
-    until values no longer change, and here are none. It runs without gradients."""
-    return torch.exp(logits)
-
-
-def _weight_gradient(x: torch.Tensor, gradient: torch.Tensor, main_gradient: torch.Tensor) -> None:
-    ops.gemm_weight_gradient(gradient, x, main_gradient, "bf16")
-
-
-def _frees_quantised(original: Any) -> Any:
-    """Which inputs EP overlap frees, of a job in fp8 or fp4: configs here name neither."""
-
-    def should_free_input(name: str, is_moe: bool, config: Any, *rest: Any) -> bool:
-        quantised = copy.copy(config)
-        quantised.fp8 = "e4m3"
-        return bool(original(name, is_moe, quantised, *rest))
-
-    return should_free_input
+    return (ops.general_gemm(a, b, dtype, layout),)
 
 
 Replacements = dict[str, dict[str, Any]]
@@ -571,17 +453,13 @@ Replacements = dict[str, dict[str, Any]]
 
 def _compiled() -> Replacements:
     """Of functions that Megatron has torch compile."""
+    original = _module("fusions.fused_cross_entropy").calculate_gradients
 
-    def gate(x: torch.Tensor, bias: Any, *_: Any) -> torch.Tensor:
+    def gate(x: torch.Tensor, *_: Any) -> torch.Tensor:
         return _activation(x, None, True)
 
     def weighted_gate(x: torch.Tensor, bias: Any, weights: Any, *_: Any) -> torch.Tensor:
         return _activation(x, weights, True)
-
-    def quick_gate(x: torch.Tensor, weights: Any, *_: Any) -> torch.Tensor:
-        return _activation(x, weights, True)
-
-    original = _module("fusions.fused_cross_entropy").calculate_gradients
 
     def calculate_gradients(softmax: torch.Tensor, *rest: Any) -> torch.Tensor:
         """`grad_2d[...] -= ...` writes to its input where it runs as it is; inductor makes an
@@ -604,7 +482,9 @@ def _compiled() -> Replacements:
         },
         # Around it Megatron's own code clamps, and copies what it clamped.
         "fusions.fused_bias_geglu": {
-            "WeightedQuickGeGLUFunction": SimpleNamespace(apply=quick_gate),
+            "WeightedQuickGeGLUFunction": SimpleNamespace(
+                apply=lambda x, weights, *_: _activation(x, weights, True)
+            ),
             "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=weighted_gate),
         },
         "fusions.fused_cross_entropy": {"calculate_gradients": calculate_gradients},
@@ -621,10 +501,6 @@ def _module(name: str) -> Any:
 def _of_hybrids() -> Replacements:
     """For a HybridModel's layers, and latent MoE's linear layers."""
     variants = "transformer.experimental_attention_variant."
-    places = {
-        module: {name: functools.partial(_on_meta, function)}
-        for module, name, function in layer_specs.places_of_packed_tokens()
-    }
     delta = "ssm.gated_delta_net."
     return {
         "models.hybrid.hybrid_block": LAYERS,
@@ -638,22 +514,15 @@ def _of_hybrids() -> Replacements:
             "mamba_split_conv1d_scan_combined": mixers.split_conv1d_scan,
             "rearrange": mixers.rearrange,
         },
-        "ssm.mamba_context_parallel": {
-            "HAVE_EINOPS": True,
-            "repeat": mixers.repeat,
-            "is_te_min_version": lambda *_: True,
-            "tex": mixers.PackedIndices,
-        },
+        "ssm.mamba_context_parallel": {"HAVE_EINOPS": True, "repeat": mixers.repeat},
         delta + "common": {
             "HAVE_FLA": True,
             "l2norm": mixers.l2norm,
             "chunk_gated_delta_rule": mixers.chunk_gated_delta_rule,
-            **places.get(delta + "common", {}),
         },
         delta + "gdn": {
             "causal_conv1d": mixers.causal_conv1d,
             "chunk_gated_delta_rule": mixers.chunk_gated_delta_rule,
-            **places.get(delta + "gdn", {}),
         },
         variants + "absorbed_mla": LAYERS,
         # fast_hadamard_transform's `HadamardTransformFn` saves nothing, as a rotation does.
@@ -662,19 +531,16 @@ def _of_hybrids() -> Replacements:
     }
 
 
-def _on_meta(permutation: Any, *args: Any) -> tuple[torch.Tensor, ...]:
-    """Megatron's places of packed tokens, from ends of samples that are on CPU."""
-    return tuple(places.to("meta") for places in permutation(*args))
-
-
 def _replacements() -> Replacements:
     provider, specs = "extensions.transformer_engine_spec_provider", "models.gpt."
     spec_provider = {"TESpecProvider": _module(provider).TESpecProvider}
     utils, language = "transformer.moe.moe_utils", "models.common.language_module.language_module"
     permutation = expert_rows.PERMUTATION.items()
-    weight_gradient = SimpleNamespace(
-        wgrad_gemm_accum_fp32=_weight_gradient, wgrad_gemm_accum_fp16=_weight_gradient
-    )
+
+    def add_gradient(x: torch.Tensor, gradient: torch.Tensor, main_gradient: torch.Tensor) -> None:
+        ops.gemm_weight_gradient(gradient, x, main_gradient, "bf16")
+
+    names = "wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"
     return {
         provider: {**LAYERS, "TEActivationOp": None, "is_te_min_version": lambda *_: True},
         specs + "gpt_layer_specs": {**spec_provider, **LAYERS, "HAVE_TE": True},
@@ -689,19 +555,18 @@ def _replacements() -> Replacements:
                 "extensions.transformer_engine"
             ).set_save_original_input,
         },
-        "models.common.embeddings.rope_utils": {
-            "fused_apply_rotary_pos_emb": rotate,
-            "fused_apply_rotary_pos_emb_thd": rotate,
-        },
+        "models.common.embeddings.rope_utils": dict.fromkeys(
+            ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"), rotate
+        ),
         "fusions.fused_softmax:FusedScaleMaskSoftmax": {
             "get_batch_per_block": staticmethod(lambda *_: 1)
         },
-        "fusions.fused_softmax": {
-            "ScaledUpperTriangMaskedSoftmax": attention.SOFTMAX,
-            "ScaledMaskedSoftmax": attention.SOFTMAX,
-            "ScaledSoftmax": attention.SOFTMAX,
-        },
-        "transformer.moe.router": {"sinkhorn": _sinkhorn},
+        "fusions.fused_softmax": dict.fromkeys(
+            ("ScaledUpperTriangMaskedSoftmax", "ScaledMaskedSoftmax", "ScaledSoftmax"),
+            SimpleNamespace(apply=attention.softmax),
+        ),
+        # It iterates until values no longer change, and here are none.
+        "transformer.moe.router": {"sinkhorn": lambda logits, *_, **__: torch.exp(logits)},
         "transformer.moe.token_dispatcher": expert_rows.hybrid_ep(_job),
         utils: {
             "te_general_gemm": _general_gemm if _job.routers_of_te else None,
@@ -711,12 +576,25 @@ def _replacements() -> Replacements:
         # It would set variables of the environment, for Transformer Engine.
         language + ":LanguageModule": {"_set_attention_backend": lambda _: None},
         "tensor_parallel.layers": {
-            "fused_weight_gradient_mlp_cuda": weight_gradient,
+            "fused_weight_gradient_mlp_cuda": SimpleNamespace(**dict.fromkeys(names, add_gradient)),
             "_grad_accum_fusion_available": True,
         },
         **(_compiled() if _job.torch_compile else {}),
         **(_of_hybrids() if model_layers.pattern_types() else {}),
     }
+
+
+def _frees_quantised() -> contextlib.AbstractContextManager[None]:
+    """Makes EP overlap free the inputs that it frees in fp8 and fp4: configs here name neither."""
+    nodes = versions.schedule_nodes()
+    original = nodes.should_free_input
+
+    def should_free_input(name: str, is_moe: bool, config: Any, *rest: Any) -> bool:
+        quantised = copy.copy(config)
+        quantised.fp8 = "e4m3"
+        return bool(original(name, is_moe, quantised, *rest))
+
+    return patched(nodes, "should_free_input", should_free_input)
 
 
 @contextlib.contextmanager
@@ -730,9 +608,7 @@ def stand_ins(job: Job) -> Iterator[None]:
                 for name, stand_in in names.items():
                     undo.enter_context(patched(_module(module), name, stand_in))
             if job.precision != "bf16":
-                nodes = versions.schedule_nodes()
-                frees = _frees_quantised(nodes.should_free_input)
-                undo.enter_context(patched(nodes, "should_free_input", frees))
+                undo.enter_context(_frees_quantised())
             yield
     finally:
         _job = before

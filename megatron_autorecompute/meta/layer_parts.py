@@ -1,11 +1,7 @@
 """Bytes of the parts that EP overlap runs a layer in, by Megatron's own schedule on meta tensors.
 
-Every part has an autograd graph of its own, and some parts free their input when they have run. So
-a layer holds less than in one piece (megatron-core `models/common/utils.py`, `should_free_input`).
-Every part keeps its output until its backward has run. The caller of the layer's backward keeps the
-gradient of the layer's output until then, too. If the dispatcher's `probs` have a graph, its leaf
-(the layer's input) stays with its gradient until the layer's next forward. A chunk's
-output keeps its graph's leaves and their gradients until the chunk's backward ends.
+Every part has an autograd graph of its own and keeps its output until its backward has run; some
+parts free their input when they have run (megatron-core `should_free_input`).
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,55 +18,56 @@ import torch
 
 from megatron_autorecompute.meta.graph_layers import without_refused
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.meta_step import run_step
 from megatron_autorecompute.meta.model import (
     LEFT_OUT,
     JobStep,
+    choices_by_kind,
     counted,
     overlap_fields,
-    own_kinds,
     shard,
+    step_shape,
 )
 from megatron_autorecompute.patched import patched
-from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import NONE, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind, PartBytes
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 
-FIRST = ("attn", "pre_dispatch_computation")
-"""The name of a layer's first part, in 0.16 and since."""
+FIRST = "pre_dispatch_computation"
 NAMES = ("moe_dispatch", "mlp", "moe_combine")
-"""The names of the other parts; a dense layer has only the second."""
+"""The names of a layer's other parts; a dense layer has only the second."""
 OUTSIDE = ("pre_process", "post_process")
 
 
 def with_parts(job: Job, kinds: Sequence[LayerKind], boundary_bytes: int) -> tuple[LayerKind, ...]:
-    """Decoder layers' kinds with the bytes that each choice has under EP overlap.
-
-    Choices that Megatron refuses there are left out. Else kinds of MTP depths are unchanged.
+    """Decoder layers' kinds with the bytes that each choice has under EP overlap, without choices
+    that Megatron refuses there. Kinds of MTP depths are unchanged.
 
     Args:
         job: with `overlap_moe_expert_parallel_comm`, a GPTModel without MTP depths.
         kinds: the kinds of the whole model.
         boundary_bytes: the bytes of a hidden state between two layers.
     """
-    kinds, _ = without_refused(job, kinds, _left_out(job))
-    own = own_kinds(job, kinds)
-    copies = [len(kind.choices) if kind else 0 for kind in own]
+    left_out = {name: v for name, v in LEFT_OUT.items() if name not in overlap_fields(job)}
+    kinds, _ = without_refused(job, kinds, left_out)
+    ran, copies = choices_by_kind(job, kinds)
     last = max(at for at, count in enumerate(copies) if count)
     copies[last] += 1  # the final norm is in the last layer's last part
-    ran = [(kind.name, record.policy) for kind in own if kind for record in kind.choices]
-    runs = _runs(job, copies, RecomputePolicy((*(choice for _, choice in ran), NONE)))
+    policy = RecomputePolicy((*(choice for _, choice in ran), NONE))
+    runs = _runs(job, copies, left_out, policy)
     found = {
         key: _figures(run, boundary_bytes, above.input_stays)
         for key, (run, above) in zip(ran, itertools.pairwise(runs), strict=True)
     }
-    return tuple(_replaced(kind, found) for kind in kinds)
-
-
-def _replaced(
-    kind: LayerKind, found: Mapping[tuple[str, LayerPolicy], dict[str, Any]]
-) -> LayerKind:
-    choices = (replace(each, **found.get((kind.name, each.policy), {})) for each in kind.choices)
-    return replace(kind, choices=tuple(choices))
+    return tuple(
+        replace(
+            kind,
+            choices=tuple(
+                replace(each, **found.get((kind.name, each.policy), {})) for each in kind.choices
+            ),
+        )
+        for kind in kinds
+    )
 
 
 def _figures(run: _Run, boundary_bytes: int, output_stays: bool) -> dict[str, Any]:
@@ -86,11 +83,6 @@ def _figures(run: _Run, boundary_bytes: int, output_stays: bool) -> dict[str, An
         "input_stays": run.input_stays,
         "output_keeps_bytes": run.backward[0].kept_bytes,
     }
-
-
-def _left_out(job: Job) -> dict[str, Any]:
-    """Fields that a shard under EP overlap is built without."""
-    return {name: value for name, value in LEFT_OUT.items() if name not in overlap_fields(job)}
 
 
 @dataclass(slots=True)
@@ -117,22 +109,14 @@ class _Run(NamedTuple):
     input_stays: bool
 
 
-def _runs(job: Job, copies: Sequence[int], policy: RecomputePolicy) -> list[_Run]:
+def _runs(
+    job: Job, copies: Sequence[int], left_out: Mapping[str, Any], policy: RecomputePolicy
+) -> list[_Run]:
     """One microbatch's forward and backward through a shard's layers, by Megatron's schedule."""
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    with shard(job, copies, _left_out(job)) as built:
+    with shard(job, copies, left_out) as built:
         step = JobStep(job)
         with counted(job, built.model, policy, step) as live, _noted(live) as notes:
-            get_forward_backward_func()(
-                forward_step_func=step,
-                data_iterator=None,
-                model=built.model,
-                num_microbatches=1,
-                seq_length=job.seq_length,
-                micro_batch_size=job.micro_batch_size,
-                forward_only=False,
-            )
+            run_step([built.model], step_shape(job, 1), step)
             return _by_layer(notes)
 
 
@@ -146,7 +130,8 @@ def _noted(live: LiveBytes) -> Iterator[list[_Note]]:
     def noting(original: Callable[..., Any], forward: bool) -> Any:
         @functools.wraps(original)
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            is_part = self.name in (*FIRST, *NAMES, *OUTSIDE)
+            name = FIRST if self.name == "attn" else self.name  # of 0.16
+            is_part = name in (FIRST, *NAMES, *OUTSIDE)
             start = live.current_bytes
             if is_part and notes:
                 notes[-1].end_bytes = start
@@ -157,7 +142,7 @@ def _noted(live: LiveBytes) -> Iterator[list[_Note]]:
             grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
             kept = live.counted_bytes([*leaves, *grads])
             if is_part:
-                notes.append(_Note(self.name, forward, start, live.peak_bytes, inputs, kept))
+                notes.append(_Note(name, forward, start, live.peak_bytes, inputs, kept))
             return result
 
         return run
@@ -184,22 +169,23 @@ def _leaves(outputs: Any) -> Iterator[torch.Tensor]:
 
 
 def _by_layer(notes: Sequence[_Note]) -> list[_Run]:
-    """Forwards begin with a layer's first part, backwards end with it."""
-    forwards: list[list[_Note]] = []
-    backwards: list[list[_Note]] = [[]]
+    inside = [note for note in notes if note.name not in OUTSIDE]
+    forwards = _begun(note for note in inside if note.forward)
+    backwards = _begun(note for note in reversed(inside) if not note.forward)
+    return [
+        _Run(forward, backward[::-1], any(one() is not None for one in backward[0].inputs))
+        for forward, backward in zip(forwards, backwards, strict=True)
+    ]
+
+
+def _begun(notes: Iterable[_Note]) -> list[list[_Note]]:
+    """The notes by layer: each begins with its first part."""
+    found: list[list[_Note]] = []
     for note in notes:
-        if note.name in OUTSIDE:
-            continue
-        if note.forward:
-            if note.name in FIRST:
-                forwards.append([])
-            forwards[-1].append(note)
-        else:
-            backwards[-1].append(note)
-            if note.name in FIRST:
-                backwards.append([])
-    pairs = zip(forwards, reversed(backwards[:-1]), strict=True)
-    return [_Run(*pair, any(one() is not None for one in pair[1][-1].inputs)) for pair in pairs]
+        if note.name == FIRST:
+            found.append([])
+        found[-1].append(note)
+    return found
 
 
 def _parts(run: _Run, boundary_bytes: int, output_stays: bool) -> tuple[PartBytes, ...]:
@@ -212,12 +198,12 @@ def _parts(run: _Run, boundary_bytes: int, output_stays: bool) -> tuple[PartByte
     backward = _levels(run.backward, low)
     if output_stays:
         backward = _without_output(backward, boundary_bytes)
-    level, found = forward[FIRST[-1]][1], list[PartBytes]()
+    level, found = forward[FIRST][1], list[PartBytes]()
     before = run.backward[0].start_bytes - low
     ends = {}
-    for name in (*reversed(NAMES), FIRST[-1]):
+    for name in (*reversed(NAMES), FIRST):
         before = ends[name] = backward.get(name, (0, before))[1]
-    for name in (FIRST[-1], *NAMES):
+    for name in (FIRST, *NAMES):
         peak, level = forward.get(name, (level, level))
         found.append(PartBytes(peak, level, backward.get(name, (ends[name],))[0], ends[name]))
     return tuple(found)
@@ -238,9 +224,5 @@ def _without_output(
 def _levels(notes: Sequence[_Note], low: int) -> dict[str, tuple[int, int]]:
     """Highest bytes and bytes at the end of every part, above the layer's base."""
     return {
-        FIRST[-1] if note.name in FIRST else note.name: (
-            max(0, note.peak_bytes - low),
-            max(0, note.end_bytes - low),
-        )
-        for note in notes
+        note.name: (max(0, note.peak_bytes - low), max(0, note.end_bytes - low)) for note in notes
     }

@@ -33,7 +33,6 @@ import torch
 from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatron_autorecompute.compat import layer_specs
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
 from megatron_autorecompute.meta.fake_ranks import StepShape
@@ -238,17 +237,19 @@ def build_gpt(
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
     engine = {"use_transformer_engine": use_transformer_engine}
-    usual = config.experimental_attention_variant is None
-    if usual:
+    if config.experimental_attention_variant is None:
+        layers = functools.partial(gpt_layer_specs.get_gpt_decoder_layer_specs, **engine)
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, **engine, vp_stage=vp_stage)
-    else:
-        spec = layer_specs.block_spec(config, vp_stage)
+    else:  # Gated DeltaNet in some layers, or sparse attention
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as specs
+
+        layers = specs.get_transformer_layer_with_experimental_attention_variant_spec
+        block = specs.get_transformer_block_with_experimental_attention_variant_spec
+        spec = block(config, vp_stage=vp_stage)
     if config.mtp_num_layers:
         # The depths are like the model's last layer, which may be on an earlier stage.
-        layers = gpt_layer_specs.get_gpt_decoder_layer_specs if usual else layer_specs.layer_specs
-        last = layers(config, **(engine if usual else {}))[-1]
         ends["mtp_block_spec"] = gpt_layer_specs.get_gpt_mtp_block_spec(
-            config, last, **engine, vp_stage=vp_stage
+            config, layers(config)[-1], **engine, vp_stage=vp_stage
         )
     return GPTModel(
         config,

@@ -1,12 +1,6 @@
-"""Stand-ins for kernels of layers that mix tokens without attention, for meta tensors: Mamba-2's
-fused training kernel and its norm, and Gated DeltaNet's. No values are computed.
-
-They save what mamba-ssm 2.3.2 and flash-linear-attention 0.5 and 0.6 save, and hold while they run
-what their host code allocates, in its order: mamba_ssm/ops/triton/ssd_combined.py,
-ssd_chunk_state.py, ssd_chunk_scan.py, ssd_state_passing.py, ssd_bmm.py and layernorm_gated.py;
-fla/ops/gated_delta_rule/chunk.py, fla/modules/convolution.py and fla/modules/l2norm.py.
-Floating-point operations are those of the products in these kernels.
-"""
+"""Stand-ins for kernels of layers that mix tokens without attention, for meta tensors: they save
+what mamba-ssm 2.3.2 (mamba_ssm/ops/triton) and flash-linear-attention 0.5 and 0.6 (fla/ops,
+fla/modules) save, and hold while they run what their host code allocates, in its order."""
 
 from __future__ import annotations
 
@@ -34,12 +28,11 @@ def split_conv1d_scan(
     ngroups: int,
     **_: Any,
 ) -> torch.Tensor:
-    """Stands for `mamba_split_conv1d_scan_combined`, as Megatron's training path calls it:
-    convolution, scan and gate.
+    """Stands for `mamba_split_conv1d_scan_combined`, without norm and output projection:
+    convolution, scan and gate. Returns [batch, length, heads x headdim].
 
     Saves: the projection zxbcdt [batch, length, z x B C dt], the convolution's weights, the scan's
-    output before the gate, A, D and the bias of dt. `MambaSplitConv1dScanCombinedFn` without norm
-    and output projection. States are in fp32. Returns [batch, length, heads x headdim].
+    output before the gate, A, D and the bias of dt.
     """
     heads, mixed = D.shape[0], weight.shape[0]  # mixed by the convolution: x, B and C
     inner = heads * headdim
@@ -107,34 +100,11 @@ class GroupNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Same shape as x. Saves: input, and one fp32 per token and group. `LayerNormFn` of
         layernorm_gated.py."""
-
-        def run(x: torch.Tensor, weight: torch.Tensor) -> ops.Ran:
-            y, statistics = ops.norm(x.unflatten(-1, (self.groups, -1)), weight)
-            return y.flatten(-2), (x, statistics), backward
-
-        def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
-            return ops.norm_backward(gradient, *saved), None
-
-        return cast(torch.Tensor, ops.kernel_with_backward(run, x, self.weight))
-
-
-class PackedIndices:
-    """Stands for transformer_engine_torch in MambaContextParallel."""
-
-    @staticmethod
-    def thd_get_partitioned_indices(
-        _: torch.Tensor, total_tokens: int, cp_size: int, __: int
-    ) -> torch.Tensor:
-        """The places of one rank's tokens in packed samples: int32 [total_tokens / cp_size]."""
-        return torch.empty(total_tokens // cp_size, dtype=torch.int32, device="meta")
+        return ops.normalised(x, self.weight, groups=self.groups)
 
 
 def rearrange(x: torch.Tensor, pattern: str, **_: int) -> torch.Tensor:
-    """Stands for einops', with the patterns of MambaMixer's training path.
-
-    Its others are of prefill, decode, and of use_mamba_mem_eff_path false, which a job may not ask
-    for.
-    """
+    """Stands for einops', with the patterns of MambaMixer's training path."""
     if pattern in ("l b d -> b l d", "b l d -> l b d"):
         return x.transpose(0, 1)
     if pattern != "d 1 w -> d w":
@@ -143,10 +113,7 @@ def rearrange(x: torch.Tensor, pattern: str, **_: int) -> torch.Tensor:
 
 
 def repeat(x: torch.Tensor, pattern: str, **sizes: int) -> torch.Tensor:
-    """Stands for einops', with the only pattern of MambaContextParallel: groups for several ranks.
-
-    MambaMixer's own are of decode.
-    """
+    """Stands for einops', with the only pattern of MambaContextParallel."""
     if pattern != "l b (g n) -> l b (g r n)":
         raise NotImplementedError(f"einops.repeat of {pattern!r} under context parallelism")
     groups = x.unflatten(-1, (sizes["g"], 1, sizes["n"]))
@@ -178,10 +145,8 @@ def chunk_gated_delta_rule(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
     """Stands for fla's function. q and k [batch, length, heads, k width], v [..., v width], g and
-    beta [batch, length, heads]; returns the shape of v, and no state.
-
-    Saves: q, k, v, g (fp32), beta, and the solved triangular matrix of every chunk, 64 elements
-    for each token and head. `ChunkGatedDeltaRuleFunction` without its own l2norm."""
+    beta [batch, length, heads]; returns the shape of v, and no state. Saves: q, k, v, g (fp32),
+    beta, and the solved triangular matrix of every chunk, 64 elements for each token and head."""
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor

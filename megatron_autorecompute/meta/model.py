@@ -1,9 +1,5 @@
-"""Builds one rank of the job's model on meta tensors, with a few layers of every kind.
-
-Layers of one kind are equal, so measuring needs as many of each kind as it has choices, for any
-depth of the model. They are in one pipeline stage with embedding and head. The fake process group
-has all ranks of a stage; tensor, expert and context parallel sizes are the job's.
-"""
+"""Builds one rank of the job's model on meta tensors, with as many layers of every kind as it has
+choices, in one pipeline stage with embedding and head. The fake process group has all its ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import (
     layer_modules,
     layer_parts,
-    layer_specs,
     model_facts,
     model_layers,
     stage_layout,
@@ -34,7 +29,6 @@ from megatron_autorecompute.meta import kernels, without_cuda
 from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.job_config import FIELDS
-from megatron_autorecompute.meta.kernels import add_adapters, has_adapters
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
     applied,
@@ -46,7 +40,7 @@ from megatron_autorecompute.meta.meta_step import (
 )
 from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.patched import patched_environ
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.step_memory import is_out_of_memory
@@ -54,33 +48,26 @@ from megatron_autorecompute.runtime.step_memory import is_out_of_memory
 MAX_CHOICES = 96
 """Choices tried per kind of layer; MLA with MoE has 83."""
 
-_ROOM = ("moe_expert_rank_capacity_factor", "moe_paged_stash")
 _PAGES = ("page_size", "buffer_size_factor_cuda", "buffer_size_factor_cpu")
 LEFT_OUT = {
-    **{name: None for name in ("fp8", "fp4", "fp8_recipe", "cuda_graph_impl", "enable_cuda_graph")},
-    **{name: None for name in (*FIELDS, "external_cuda_graph")},
-    **{name: False for name in ("moe_router_fusion", "tp_comm_overlap")},
-    "moe_shared_expert_overlap": False,
-    **{name: False for name in ("overlap_moe_expert_parallel_comm", "moe_enable_deepep")},
-    "test_mode": False,  # ranks compare weights while they build the model
-    # The fused operators save what the single ones do (TE pytorch/ops/basic/grouped_linear.py,
-    # swiglu.py `ScaledSwiGLU`, basic_linear.py).
-    "use_transformer_engine_op_fuser": False,
-    **{name: False for name in ("delay_wgrad_compute", "ep_overlap_early_attn_memory_release")},
+    **dict.fromkeys(("fp8", "fp4", "fp8_recipe", "cuda_graph_impl", "enable_cuda_graph")),
+    **dict.fromkeys((*FIELDS, "external_cuda_graph")),
+    # HybridEP's room and the pages of what is kept of it are in the stand-ins (`expert_rows`).
+    **dict.fromkeys(("moe_expert_rank_capacity_factor", "moe_paged_stash")),
+    **dict.fromkeys(f"moe_paged_stash_{rest}" for rest in _PAGES),
+    **dict.fromkeys(("moe_router_fusion", "tp_comm_overlap", "moe_enable_deepep"), False),
+    **dict.fromkeys(("moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"), False),
+    **dict.fromkeys(("delay_wgrad_compute", "ep_overlap_early_attn_memory_release"), False),
+    **dict.fromkeys(("fp8_param", "fp4_param"), False),
+    # Ranks compare weights while they build the model.
+    "test_mode": False,
+    # These save what the single operators do (TE pytorch/ops/basic; attention/rope.py).
+    **dict.fromkeys(("use_transformer_engine_op_fuser", "fused_single_qkv_rope"), False),
+    # Megatron asks for fp8 beside these, which pad each expert's tokens to a multiple of 16 to
+    # 256, which even routing mostly has, and HybridEP's stand-in counts.
+    **dict.fromkeys(("moe_router_padding_for_quantization", "moe_router_padding_for_fp8"), False),
     **megatron_fields.NO_RECOMPUTE,
     **megatron_fields.NO_OFFLOAD,
-    **{name: False for name in ("fp8_param", "fp4_param")},
-    # TE's kernel writes q, k and v apart, as rotating q and k and copying v does, and saves nothing
-    # (pytorch/attention/rope.py `FusedQKVRoPEFunc`).
-    "fused_single_qkv_rope": False,
-    # HybridEP's room and the pages of what is kept of it are in the stand-ins (`expert_rows.Rows`).
-    **{name: None for name in (*_ROOM, *(f"moe_paged_stash_{rest}" for rest in _PAGES))},
-    # Megatron asks for fp8 beside these. The first pads each expert's tokens to a multiple of 16 to
-    # 256, which even routing mostly has, and HybridEP's stand-in counts; of the second, copies of
-    # the output layer's weights are counted (`kept_bytes.quantised_output_layer`).
-    "moe_router_padding_for_quantization": False,
-    "moe_router_padding_for_fp8": False,
-    "fp8_output_proj": False,
     megatron_fields.POLICY_FIELD: None,
 }
 """Fields that the model is built without: they need a device, or are what is to be planned."""
@@ -121,10 +108,15 @@ def job_kinds(job: Job) -> tuple[JobKind, ...]:
     return tuple(JobKind(*key, tuple(layers)) for key, layers in found.items())
 
 
-def own_kinds(job: Job, kinds: Sequence[LayerKind]) -> list[LayerKind | None]:
-    """Of each of the job's kinds the profile's; None where an earlier one is built alike."""
+def choices_by_kind(
+    job: Job, kinds: Sequence[LayerKind]
+) -> tuple[list[tuple[str, LayerPolicy]], list[int]]:
+    """The choices of a profile's kinds, each with its kind's name; and how many they are of each of
+    the job's kinds, 0 where an earlier one is built alike."""
     built = [next((k for k in kinds if one.layers[0] in k.layers), None) for one in job_kinds(job)]
-    return [kind if kind not in built[:at] else None for at, kind in enumerate(built)]
+    own = [kind if kind not in built[:at] else None for at, kind in enumerate(built)]
+    choices = [(kind.name, each.policy) for kind in own if kind for each in kind.choices]
+    return choices, [len(kind.choices) if kind else 0 for kind in own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,22 +134,16 @@ class Shard:
 def shard(
     job: Job, copies: Sequence[int], left_out: Mapping[str, Any] = LEFT_OUT
 ) -> Iterator[Shard]:
-    """Build the shard; in this block Megatron's parallel state is set up.
-
-    Args:
-        job: its model is built.
-        copies: number of layers of each of its `job_kinds`.
-        left_out: fields of the job's config that the shard is built without.
-
-    Raises OptionError for a config that Megatron refuses, and MachineError as without_cuda does.
-    """
+    """Build the shard of `shard_config`; in this block Megatron's parallel state is set up. Raises
+    OptionError for a config that Megatron refuses, and MachineError as without_cuda does."""
     with meta_megatron(job):
         config, kind_of = shard_config(job, copies, left_out)
         shape = step_shape(job, 1)
         with fake_ranks(config, 0, shape):
             with torch.device("meta"):
                 model = build_chunk(config, True, True, None, shape, job=job)
-            if job.lora_rank and not has_adapters(model):
+            adapted = any(isinstance(module, kernels.Adapter) for module in model.modules())
+            if job.lora_rank and not adapted:
                 raise OptionError(
                     f"{job.name}: no layer of the model is one of lora_target_modules "
                     f"({', '.join(job.lora_target_modules)}), and nothing would be trained. Name "
@@ -190,9 +176,9 @@ def built_stage(
     *,
     changed: Mapping[str, Any] | None = None,
 ) -> Iterator[tuple[list[torch.nn.Module], StepShape, JobStep]]:
-    """The chunks of one stage, the sizes of a step and what runs a microbatch of it; in this block
-    the process is the stage's first rank. They are built without recompute and offload, but
-    for fields of the config that `changed` gives."""
+    """The chunks of one stage, built with the fields of the config that `changed` gives, the sizes
+    of a step and what runs a microbatch of it; in this block the process is the stage's first rank.
+    """
     shape = step_shape(job, num_microbatches, lengths)
     with meta_megatron(job):
         fields = {**overlap_fields(job), "variable_seq_lengths": bool(lengths)}
@@ -204,10 +190,8 @@ def built_stage(
 
 
 def overlap_fields(job: Job) -> dict[str, bool]:
-    """Fields of EP overlap, which the layers of a profile are built without.
-
-    `delay_wgrad_compute` is not among them: stand-ins have no weight gradients to delay.
-    """
+    """Fields of EP overlap, which the layers of a profile are built without. Stand-ins have no
+    weight gradients for `delay_wgrad_compute`."""
     names = ("overlap_moe_expert_parallel_comm", "ep_overlap_early_attn_memory_release")
     return {name: True for name in names if job.config.get(name)}
 
@@ -288,16 +272,14 @@ class JobStep:
     """Megatron's `forward_step_func` over one batch of tokens, the same for every microbatch; or
     over one for each microbatch, if their lengths differ.
 
-    device: where they are; by default meta.
+    Args:
+        job: says the sizes.
+        device: where they are; by default meta.
+        lengths: tokens of each microbatch on all context parallel ranks; by default seq_length.
+        loads_mask: whether the data loader's mask is alive in every forward, on every stage.
 
-    lengths: tokens of each microbatch on all context parallel ranks; without, the job's seq_length.
-
-    static: tensors that stay from step to step: tokens, positions, labels [micro-batch, sequence of
-    one rank], and the mask if attention reads one.
-
-    loads_mask: whether the data loader's mask is alive in every forward, on every stage. Megatron
-    makes it on the first and the last; a checkpoint of whole layers keeps it until its backward,
-    which is not followed.
+    `static`: tensors that stay from step to step: tokens, positions, labels [micro-batch, sequence
+    of one rank], and the mask if attention reads one.
     """
 
     def __init__(
@@ -328,7 +310,7 @@ class JobStep:
         self, iterator: Any, model: Any, return_schedule_plan: bool = False
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
         """Run one microbatch; the iterator says which if they differ, and else is not asked. EP
-        overlap asks for the model's plan of it, in place of its output: nothing has run yet."""
+        overlap asks for the model's plan of it, in place of its output."""
         batch = self._batches[next(iterator) if self._several else 0]
         loaded = [torch.empty(n, dtype=torch.bool, device=self._device) for n in self._masks_bytes]
         del loaded[:-1]
@@ -368,9 +350,11 @@ def add_main_gradients(
 ) -> list[torch.Tensor]:
     """Give trained parameters a main_grad, as DistributedDataParallel does; returns all of them.
 
-    dummies: whether the backward of Megatron's own linear layers makes a new tensor of the weight's
-    shape for the hook (tensor_parallel/layers.py, where Transformer Engine is not installed).
-    in_fp32: as `accumulate_allreduce_grads_in_fp32`; else they are of the parameter's dtype.
+    Args:
+        parameters: of a model.
+        dummies: whether the backward of Megatron's own linear layers makes a new tensor of the
+            weight's shape for the hook.
+        in_fp32: as `accumulate_allreduce_grads_in_fp32`; else of the parameter's dtype.
     """
     found = []
     for parameter in parameters:
@@ -422,11 +406,11 @@ def build_chunk(
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         if local:
-            spec = layer_specs.local_spec()
-        with layer_specs.torch_norm() if local else contextlib.nullcontext():
+            spec = model_facts.local_spec()
+        with model_facts.torch_norm() if local else contextlib.nullcontext():
             model = HybridModel(
                 config,
-                spec or layer_specs.with_modules(kernels.LAYERS),
+                spec or model_facts.hybrid_spec(kernels.LAYERS),
                 vocab_size=shape.vocab_size,
                 max_sequence_length=shape.seq_length,
                 hybrid_layer_pattern=str(pattern),
@@ -439,20 +423,15 @@ def build_chunk(
     if job.saves_original_inputs:
         layer_modules.note_quantised(config, model)
     if job.lora_rank:
-        add_adapters(job, model)
+        kernels.add_adapters(job, model)
     return model
 
 
 def shard_config(
     job: Job, copies: Sequence[int], left_out: Mapping[str, Any] = LEFT_OUT
 ) -> tuple[Any, dict[int, JobKind]]:
-    """Megatron's config of the shard, and the kind of each of its layers.
-
-    Args:
-        job: its model is built.
-        copies: number of layers of each of its `job_kinds`.
-        left_out: fields of the job's config that the shard is built without.
-    """
+    """Megatron's config of the shard, built with so many layers of each of the job's `job_kinds`
+    and without the fields `left_out`; and the kind of each of its layers."""
     numbers = zip(job_kinds(job), copies, strict=True)
     kind_of = dict(enumerate(kind for kind, number in numbers for _ in range(number)))
     fields = {

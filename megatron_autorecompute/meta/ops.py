@@ -1,15 +1,11 @@
-"""Fused kernels as single operations on meta tensors, with their floating-point operations.
-
-An operation here has shapes and a cost, but no values. One kernel of a device is one operation, so
-that temporaries inside the kernel and their traffic are not counted.
-"""
+"""Fused kernels as single operations on meta tensors, with shapes and floating-point operations and
+no values. Temporaries inside a kernel and their traffic are not counted."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -106,20 +102,15 @@ gemm_weight_gradient = _define(
 )
 """The product adds to main_grad itself (gradient_accumulation_fusion), without a temporary."""
 
-_OUT = {
-    "TN": lambda a, b: (b.shape[0], a.shape[0]),
-    "NN": lambda a, b: (b.shape[0], a.shape[1]),
-    "NT": lambda a, b: (b.shape[1], a.shape[1]),
-}
-"""Rows and columns of TE's `general_gemm` of a and b [rows, columns], by layout."""
-
 general_gemm = _define(
     "general_gemm(Tensor a, Tensor b, ScalarType out, str layout) -> Tensor",
-    lambda a, b, out, layout: a.new_empty(_OUT[layout](a, b), dtype=out),
+    lambda a, b, out, layout: a.new_empty(
+        b.shape[layout[1] == "T"], a.shape[layout[0] == "N"], dtype=out
+    ),
     lambda a, b, out, layout: 2 * a.numel() * b.numel() // b.shape[layout != "NT"],
 )
-"""A product of bf16 or fp32 with a result of another type, without copies in it."""
-
+"""TE's `general_gemm` of a and b [rows, columns] in bf16 or fp32 with a result of another type, by
+layout (TN, NN or NT), without copies in it."""
 
 quantize = _define(
     "quantize(Tensor x, float element_bytes) -> Tensor",
@@ -133,6 +124,34 @@ norm_backward = _define(
     "norm_backward(Tensor gradient, Tensor x, Tensor statistics) -> Tensor",
     lambda gradient, x, statistics: torch.empty_like(x),
 )
+
+
+def normed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, ...]:
+    """x after RMSNorm or, with a bias, LayerNorm, and what is saved of it beside x: one fp32 per
+    row (`rsigma`; of LayerNorm `mu`, too)."""
+    y, statistics = norm(x, weight)
+    return (y, statistics) if bias is None else (y, statistics, torch.empty_like(statistics))
+
+
+def normalised(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, groups: int = 1
+) -> torch.Tensor:
+    """`normed` as a kernel. Saves: input, copied if it is a view of parts of one, and statistics.
+    TE pytorch/ops/basic/rmsnorm.py and layer_norm.py, `op_forward`."""
+
+    def run(x: torch.Tensor, *_: Any) -> Ran:
+        x = x.contiguous()
+        y, *statistics = normed(x if groups == 1 else x.unflatten(-1, (groups, -1)), weight, bias)
+        return y if groups == 1 else y.flatten(-2), (x, *statistics), backward
+
+    def backward(saved: Saved, gradient: torch.Tensor) -> Gradients:
+        return norm_backward(gradient, *saved[:2]), None, None
+
+    return cast(torch.Tensor, kernel_with_backward(run, x, weight, bias))
+
+
 attention = _define(
     "attention(Tensor q, Tensor k, Tensor v, float share, int window) -> (Tensor, Tensor)",
     lambda q, k, v, share, window: (
@@ -196,19 +215,5 @@ generator_states = torch.ops.megatron_autorecompute.generator_states
 
 MAIN_STREAM, DDP_STREAM, CONTEXT_PARALLEL_STREAM = range(3)
 """The streams of a device. torch's allocator has blocks of its own for each."""
-_current_stream = [MAIN_STREAM]
-
-
-@contextlib.contextmanager
-def stream(number: int) -> Iterator[None]:
-    """In this block tensors are made in this stream, as in `torch.cuda.stream`."""
-    before, _current_stream[0] = _current_stream[0], number
-    try:
-        yield
-    finally:
-        _current_stream[0] = before
-
-
-def current_stream() -> int:
-    """The stream of the innermost block."""
-    return _current_stream[0]
+current_stream = MAIN_STREAM
+"""The stream in which tensors are made; other code patches it."""

@@ -1,14 +1,5 @@
-"""Models the time of every operation, in a dispatch mode over meta tensors.
-
-A kernel takes max(FLOPs / rate, bytes read and written / bandwidth) and a fixed time; a collective
-takes its bytes over the links that its ranks have, and a fixed time. What overlaps is Megatron's
-and Transformer Engine's: collectives that code starts asynchronously run beside the next product,
-userbuffers beside their own product (`Traffic`). The host may be the slower one: a span takes at
-least as long as launching its kernels. Not modelled: caches, how rates depend on the shapes of
-products (but for experts' rows), and what concurrent kernels take from each other.
-
-docs/decisions/time-model.md says why it is no finer.
-"""
+"""Models the time of every operation, in a dispatch mode over meta tensors, as
+docs/decisions/time-model.md says."""
 
 from __future__ import annotations
 
@@ -75,16 +66,12 @@ class Links:
     ) -> float:
         """Seconds of one collective.
 
-        A domain's GPUs have a network card each, which rings over several domains all use. An
-        all-to-all sends its parts over link and network at the same time.
-
         Args:
             name: the name of the operation in torch's `c10d`.
             whole_bytes: everything that the group exchanges, as one of its ranks sees it.
             ranks: the ranks of the group, by their place in the job.
             spread: of an all-to-all of tokens by DeepEP or HybridEP: a domain gets one of all
-                copies that are for its ranks and hands it on over its link, and the kernel has none
-                of NCCL's time for each further rank.
+                copies that are for its ranks and hands it on over its link.
         """
         size, reached = len(ranks), self.efficiency
         domain = self.device.link_domain
@@ -117,17 +104,13 @@ _SPLIT = ("_allgather_base_", "_reduce_scatter_base_")
 NARROW = {9.0: 902 / 1393, 10.0: 902 / 1393}
 """Share of attention's rate that heads of 64 reach, by CUDA's compute capability, where the
 exponentials take longer than the products: TFLOP/s forward with 64 and with 128 at 4,096 tokens,
-FlashAttention-4 on a Blackwell (Dao-AILab/flash-attention pull request 2605). On H200 cuDNN's are
-336, with a window of 1,024, and 591 (NVIDIA/cudnn-frontend at 3929da2e,
-benchmark/sdpa_benchmark_training/results). Blackwell Ultra computes two exponentials in the time of
-one ("Inside NVIDIA Blackwell Ultra", NVIDIA's technical blog)."""
+FlashAttention-4 on a Blackwell (Dao-AILab/flash-attention pull request 2605). Blackwell Ultra
+computes two exponentials in the time of one."""
 _NARROW_WIDTH = 64
 BESIDE_WINDOW = {9.0: 80, 10.0: 440, 10.3: 720}
 """Keys that a query takes the time of beside its window, by the same: kernels compute whole tiles,
-and begin and end for few of them. cuDNN's milliseconds forward and backward with heads of 64 at
-4,096 tokens (same results): 0.358 and 1.042 on H200 (window 1,024, 2 samples of 64 heads), 0.210
-and 0.465 on GB200, 0.202 and 0.442 on GB300 (128, 2 of 128). Without a window as long are 1107, 572
-and 845 keys: of H200's and GB200's rates with heads of 128 and `NARROW`, on GB300 of GB200's."""
+and begin and end for few of them. Of cuDNN's times on H200, GB200 and GB300 with heads of 64 at
+4,096 tokens (NVIDIA/cudnn-frontend at 3929da2e, benchmark/sdpa_benchmark_training/results)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +184,6 @@ class Roofline(TorchDispatchMode):
             self._add_kernel(func, name, args, kwargs or {}, result)
         return result
 
-    # ------------------------------------------------------------------------------- kernels
-
     def _add_kernel(
         self, func: Any, name: str, args: Any, kwargs: dict[str, Any], result: Any
     ) -> None:
@@ -257,8 +238,6 @@ class Roofline(TorchDispatchMode):
             return round(used * ops.FLOPS[name](*args)) if name in ops.FLOPS else 0
         count = flop_registry.get(func.overloadpacket)
         return int(count(*args, **kwargs, out_val=result)) if count else 0
-
-    # ---------------------------------------------------------------------------- collectives
 
     def _add_collective(self, func: Any, name: str, args: Any) -> None:
         ranks = _ranks(args)
@@ -315,8 +294,7 @@ place of what is given."""
 def _moved_bytes(
     name: str, args: Any, kwargs: dict[str, Any], inputs: dict[int, int], outputs: dict[int, int]
 ) -> int:
-    """Bytes that an operation reads and writes in each storage: those of its operands, without what
-    it leaves alone."""
+    """Bytes that an operation reads and writes of its operands, without what it leaves alone."""
     written = sum(outputs.values())
     others = {key: size for key, size in inputs.items() if key not in _storages(args[:1])}
     if name in _PICKED:
@@ -346,8 +324,7 @@ def _storages(operands: Any) -> dict[int, int]:
 
 
 def _tensors(operands: Any) -> Iterator[torch.Tensor]:
-    """Tensors among an operation's operands, which are tensors, numbers, names and lists of them.
-    tree_iter handles any structure, but would take a third of a profile's time."""
+    """Tensors among an operation's operands; tree_iter would take a third of a profile's time."""
     if isinstance(operands, torch.Tensor):
         yield operands
     elif isinstance(operands, (list, tuple)):

@@ -5,20 +5,14 @@ them, and at its end every original object is there again. Importing this module
 CUDA is available, activation is refused: use the real device.
 
 The stand-ins do not change results: a run with recompute equals one without, bit for bit, because
-they keep one generator state per Megatron RNG stream.
-
-Limits, and the settings that they require:
+they keep one generator state per Megatron RNG stream. Memory functions of ``torch.cuda`` return 0.
 
 * ``pipeline_dtype`` must be set, ``batch_p2p_comm=False``; two or more chunks per stage on gloo
   also need ``overlap_p2p_comm=True``: by default the losses are right and the gradients wrong.
 * megatron-core 0.16 with ``overlap_p2p_comm=True`` on gloo also needs
   ``deallocate_pipeline_outputs=False``: the output is freed while gloo still sends it.
-* no fusions (``bias_dropout_fusion``, ``masked_softmax_fusion``, ... are off by default), no
-  context parallelism (needs Transformer Engine), no FP8, no grouped GEMM.
-* ``megatron.core.distributed.fsdp`` has its own RNG code, which is not replaced.
+* No fusions, context parallelism, FP8, grouped GEMM and ``megatron.core.distributed.fsdp``.
 * ``mlp`` recompute with ``add_bias_linear=True`` never returns from backward (on any device).
-* memory functions of ``torch.cuda`` return 0, never an invented figure: live bytes come from
-  ``megatron_autorecompute.runtime.live_bytes``.
 """
 
 from __future__ import annotations
@@ -52,19 +46,15 @@ from megatron_autorecompute.runtime.live_bytes import count_once
 Patch = tuple[Any, str, Any]  # (owner, attribute name, replacement)
 
 _active: dict[str, contextlib.ExitStack] = {}
-"""What restores everything, by who has activated the stand-ins; at most one. Held here, because
-nothing may restore them before its time."""
+"""What restores everything, by who has activated the stand-ins; at most one."""
 
 
 def activate(*, meta: bool = False, training: bool = False) -> contextlib.ExitStack:
     """Let megatron-core run without CUDA until the end of a `with` block of what is returned, or
-    its ``close()``.
+    its ``close()``; `meta`: on meta tensors, where no RNG state is kept and MoE tokens are routed
+    evenly; `training`: with what ``megatron.training`` needs of the machine.
 
-    meta: for meta tensors (a meta step): no RNG state is kept, MoE tokens are routed evenly.
-    training: also replace what ``megatron.training`` (in wheels from 0.17 on) needs of the machine.
-
-    Raises MachineError if CUDA is available, or if already active (naming who activated it).
-    """
+    Raises MachineError if CUDA is available, or if already active (naming who activated it)."""
     caller = sys._getframe(1)  # inspect.stack looks through every module, for 0.2 s
     holder = f"{caller.f_code.co_filename}:{caller.f_lineno}"
     if torch.cuda.is_available():
@@ -107,10 +97,8 @@ def on_the_device() -> Iterator[None]:
 
 def _typing_override(device: torch.device) -> Iterator[Patch]:
     """Symptom: ImportError: cannot import name 'override' from 'typing' on Python < 3.12.
-
     Upstream: megatron/training/models/gpt.py of 0.19 (its wheels ask for Python >= 3.12).
-    Remove when: Python 3.11 is dropped.
-    """
+    Remove when: Python 3.11 is dropped."""
     if not hasattr(typing, "override"):
         import typing_extensions
 
@@ -119,11 +107,8 @@ def _typing_override(device: torch.device) -> Iterator[Patch]:
 
 def _of_cuda(device: torch.device) -> Iterator[Patch]:
     """Symptom: "Found no NVIDIA driver" and "Torch not compiled with CUDA enabled" from torch.cuda.
-
     Upstream: parallel layers, CudaRNGStatesTracker, MoE dispatchers, DistributedDataParallel,
-    timers, training_log, report_memory. Figures of memory are 0, see the module's docstring.
-    Remove when: Megatron asks torch.accelerator.
-    """
+    timers, training_log, report_memory. Remove when: Megatron asks torch.accelerator."""
     yield torch.cuda, "manual_seed", torch.manual_seed
     for module in (torch.cuda, torch.cuda.random):
         yield module, "get_rng_state", lambda device="cuda": torch.get_rng_state()
@@ -136,24 +121,16 @@ def _of_cuda(device: torch.device) -> Iterator[Patch]:
         "stream": contextlib.nullcontext(),
         "is_current_stream_capturing": False,
         "memory_stats": defaultdict(int),
-        **dict.fromkeys(_FIGURES, 0),
-        **dict.fromkeys(_DOING_NOTHING),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated"), 0),
+        **dict.fromkeys(("memory_reserved", "max_memory_reserved"), 0),
+        **dict.fromkeys(("set_stream", "synchronize", "empty_cache")),
+        **dict.fromkeys(("reset_peak_memory_stats", "reset_max_memory_allocated")),
     }
     for name, answer in answers.items():
         yield torch.cuda, name, _answers(answer)
     yield torch.Tensor, "record_stream", _answers(None)
     yield torch.cuda.nvtx, "range_push", _answers(0)
     yield torch.cuda.nvtx, "range_pop", _answers(0)
-
-
-_FIGURES = (
-    *("memory_allocated", "max_memory_allocated"),
-    *("memory_reserved", "max_memory_reserved"),
-)
-_DOING_NOTHING = (
-    *("set_stream", "synchronize"),
-    *("empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated"),
-)
 
 
 def _answers(answer: Any) -> Callable[..., Any]:
@@ -194,10 +171,8 @@ class _Stream:
 
 def _device_literals(device: torch.device) -> Iterator[Patch]:
     """Symptom: "Torch not compiled with CUDA enabled" for device="cuda" and .cuda().
-
     Upstream: schedules.py, finalize_model_grads.py, p2p_communication.py, optimizer.py and others.
-    Remove when: those use the device of their inputs.
-    """
+    Remove when: those use the device of their inputs."""
     # On first use torch caches, by identity, the factories that obey `with torch.device(...)`: fill
     # this cache with the originals, which the replacements call.
     torch.utils._device._device_constructors()
@@ -232,11 +207,9 @@ def _without_cuda_device(function: Callable[..., Any], device: torch.device) -> 
 
 def _tensor_type(device: torch.device) -> Iterator[Patch]:
     """Symptom: "Wrapped parameter must be one of torch.cuda.FloatTensor, ..." and the like.
-
     Upstream: Float16OptimizerWithFloat16Params, DistributedOptimizer compare tensor.type() with
     literals that start with "torch.cuda.".
-    Remove when: they compare dtypes.
-    """
+    Remove when: they compare dtypes."""
     original = torch.Tensor.type
 
     @functools.wraps(original)
@@ -251,11 +224,9 @@ def _tensor_type(device: torch.device) -> Iterator[Patch]:
 
 def _dropout(device: torch.device) -> Iterator[Patch]:
     """Symptom: dropout masks take the input's element size, where CUDA keeps one byte.
-
     Upstream: at::dropout uses the fused native_dropout (bool mask) on CUDA only. Without this a
     16-bit layer of h=1024, a=16, s=1024 holds 132 sbh instead of the paper's 114.
-    Remove when: at::dropout is fused on CPU.
-    """
+    Remove when: at::dropout is fused on CPU."""
     functional = torch.nn.functional
     original = functional.dropout
 
@@ -279,11 +250,9 @@ def _module(name: str) -> types.ModuleType:
 
 def _tracker(device: torch.device) -> Iterator[Patch]:
     """Symptom: _set_cuda_rng_state defers to CUDA's lazy initialisation and so never happens.
-
     Upstream: megatron/core/tensor_parallel/random.py. On meta there is no state to keep: reading it
     needs data, and nothing random is ever drawn.
-    Remove when: Megatron asks torch.accelerator.
-    """
+    Remove when: Megatron asks torch.accelerator."""
     random = _module("megatron.core.tensor_parallel.random")
     # It warns once per dropout that the CPU's state changed: one generator plays both parts here.
     yield logging.getLogger(random.__name__), "disabled", True
@@ -297,10 +266,8 @@ def _tracker(device: torch.device) -> Iterator[Patch]:
 
 def _te_names(device: torch.device) -> Iterator[Patch]:
     """Symptom: NameError: FP8GlobalStateManager in recompute of layernorm, moe_act, mla_up_proj.
-
     Upstream: CheckpointWithoutOutput sets `self.fp8 = fp8 is not None`, true for the default False.
-    Remove when: it reads `bool(fp8)`.
-    """
+    Remove when: it reads `bool(fp8)`."""
     random = _module("megatron.core.tensor_parallel.random")
     if random.HAVE_TE:
         return
@@ -312,11 +279,9 @@ def _te_names(device: torch.device) -> Iterator[Patch]:
 
 def _inference_layers(device: torch.device) -> Iterator[Patch]:
     """Symptom: TypeError: isinstance() arg 2 must be a type, building a model with MTP.
-
     Upstream: tensor_parallel/inference_layers.py `is_inference_column_parallel_linear` (main of
     August 2026); without TE its classes derive from a mock, and so are mocks.
-    Remove when: it returns False without TE.
-    """
+    Remove when: it returns False without TE."""
     from megatron_autorecompute.compat import versions
 
     lacks_te = not _module("megatron.core.tensor_parallel.random").HAVE_TE
@@ -327,11 +292,9 @@ def _inference_layers(device: torch.device) -> Iterator[Patch]:
 
 def _share_storage(device: torch.device) -> Iterator[Patch]:
     """Symptom: the first CheckpointWithoutOutput backward compiles C++ for 20 s (g++ and ninja).
-
     Upstream: megatron/core/tensor_parallel/random.py `_get_share_storage` (0.17 and later). The
     stand-in copies, as 0.16 does; a running LiveBytes counts the bytes once, as a device has them.
-    Remove when: Megatron shares storages without a compiler.
-    """
+    Remove when: Megatron shares storages without a compiler."""
     from megatron_autorecompute.compat import versions
 
     random = _module("megatron.core.tensor_parallel.random")
@@ -350,11 +313,9 @@ def share_storage(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 def _norm_under_sequence_parallel(device: torch.device) -> Iterator[Patch]:
     """Symptom: AssertionError: sequence parallel not supported by torch LayerNorm.
-
     Upstream: WrappedTorchNorm, used where Apex and TE are missing. Gradients only need the mark
     `sequence_parallel` on the parameters, as finalize_model_grads looks for it.
-    Remove when: WrappedTorchNorm sets that mark.
-    """
+    Remove when: WrappedTorchNorm sets that mark."""
     norm = _module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     original = norm.__new__
 
@@ -371,11 +332,9 @@ def _norm_under_sequence_parallel(device: torch.device) -> Iterator[Patch]:
 
 def _moe(device: torch.device) -> Iterator[Patch]:
     """Symptom: NameError: te_general_gemm (0.16); split sizes that are tensors, not integers.
-
     Upstream: megatron/core/transformer/moe/moe_utils.py; maybe_move_tensor_to_cpu converts to numpy
     only what is on CUDA, and token_dispatcher imports it by name.
-    Remove when: 0.16 is dropped; the conversion looks at as_numpy alone.
-    """
+    Remove when: 0.16 is dropped; the conversion looks at as_numpy alone."""
     from megatron_autorecompute.compat import versions
 
     utils = _module("megatron.core.transformer.moe.moe_utils")
@@ -392,11 +351,8 @@ def _moe(device: torch.device) -> Iterator[Patch]:
 
 def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
     """Symptom: "Tensor on device cpu is not on the expected device meta!" in a second run.
-
-    Upstream: the loss scale of auxiliary losses and their log by layer belong to the process, not
-    to the model. A second run finds those of the first, on its device and with its number of
-    layers. Remove when: Megatron keeps both with the model.
-    """
+    Upstream: the loss scale of auxiliary losses and their log by layer belong to the process.
+    Remove when: Megatron keeps both with the model."""
     from megatron_autorecompute.compat import versions
 
     utils = _module("megatron.core.transformer.moe.moe_utils")
@@ -412,12 +368,9 @@ def _kept_by_the_process(device: torch.device) -> Iterator[Patch]:
 
 def _even_routing(device: torch.device) -> Iterator[Patch]:
     """Symptom: aten::masked_select, .tolist(), .numpy() and .cpu() fail on meta: no data to count.
-
     Upstream: MoEAlltoAllTokenDispatcher and MoEAllGatherTokenDispatcher count each expert's tokens
-    and permute by them. On meta every token goes to the next top-k experts in turn, so all experts
-    get equally many (to one). The counting is Megatron's own, on a small real map on CPU.
-    Remove when: never; a meta step has to assume a routing.
-    """
+    and permute by them. On meta every token goes to the next top-k experts in turn, counted by
+    Megatron on a real map on CPU. Remove when: never; a meta step has to assume a routing."""
     if device.type != "meta":
         return
     module = _module("megatron.core.transformer.moe.token_dispatcher")
@@ -460,11 +413,8 @@ def _even_map(config: Any, like: torch.Tensor) -> torch.Tensor:
 def _offload(device: torch.device) -> Iterator[Patch]:
     """Symptom: "TE CPU offload is not available"; nothing leaves, as tensors are not on CUDA; a
     table of what was offloaded is printed in the middle of the output.
-
-    Upstream: fine_grained_activation_offload.py. A meta tensor has nothing to copy: what leaves is
-    freed, and what comes back is made anew, in no time. The manager goes at the end.
-    Remove when: never; a meta step has no host memory.
-    """
+    Upstream: fine_grained_activation_offload.py. On meta what leaves is freed, and what comes back
+    is made anew, in no time. Remove when: never; a meta step has no host memory."""
     if device.type != "meta":
         return
     from megatron_autorecompute.compat.offload_modules import has_no_next_group
@@ -503,12 +453,9 @@ def _select(count: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
 
 def _mla(device: torch.device) -> Iterator[Patch]:
     """Symptom: isinstance() arg 2 must be a type (0.16); DotProductAttention refuses k_channels.
-
     Upstream: MultiLatentAttention (0.16 imports names of TE that are None and believes them);
-    DotProductAttention.__init__ knows neither k_channels nor v_channels, which MLA passes. Scores
-    need nothing but softmax_scale, the context's width is v_channels per head.
-    Remove when: 0.16 is dropped; the local attention takes the two arguments.
-    """
+    DotProductAttention.__init__ knows neither k_channels nor v_channels, which MLA passes.
+    Remove when: 0.16 is dropped; the local attention takes the two arguments."""
     mla = _module("megatron.core.transformer.multi_latent_attention")
     if not _module("megatron.core.extensions.transformer_engine").HAVE_TE:
         yield mla, "HAVE_TE", False
@@ -537,12 +484,9 @@ def _mla(device: torch.device) -> Iterator[Patch]:
 
 def _machine(device: torch.device) -> Iterator[Patch]:
     """Symptom: no model parallel initialisation, no TP seed; "Found no NVIDIA driver" in arguments.
-
     Upstream: megatron/training initialize.py (gates both on device_count() > 0) and arguments.py
-    (asks the compute capability; 9.0 answers as Hopper would, where CUDA_DEVICE_MAX_CONNECTIONS is
-    still checked for TP).
-    Remove when: megatron.training accepts a machine without CUDA.
-    """
+    (9.0 answers as Hopper would, where CUDA_DEVICE_MAX_CONNECTIONS is still checked for TP).
+    Remove when: megatron.training accepts a machine without CUDA."""
     properties = types.SimpleNamespace(
         major=9, minor=0, name="cpu", total_memory=0, multi_processor_count=1
     )
@@ -554,13 +498,10 @@ def _machine(device: torch.device) -> Iterator[Patch]:
 
 def _training_start(device: torch.device) -> Iterator[Patch]:
     """Symptom: "Megatron requires CUDA"; device_id is refused by gloo; warm-up on device="cuda".
-
     Upstream: megatron/training/training.py `pretrain` calls initialize_megatron without
     allow_no_cuda; _initialize_distributed passes device_id=cuda:N unless torch.distributed is
-    already initialised (done here from torchrun's variables); set_jit_fusion_options warms up fused
-    kernels; compile_helpers runs a Makefile that the wheels do not have (the .so is there).
-    Remove when: pretrain passes allow_no_cuda on.
-    """
+    already initialised; compile_helpers runs a Makefile that the wheels do not have.
+    Remove when: pretrain passes allow_no_cuda on."""
     training = _module("megatron.training.training")
     original = training.initialize_megatron
 
@@ -598,13 +539,9 @@ _TRAINING: tuple[Callable[[torch.device], Iterator[Patch]], ...] = (_machine, _t
 
 @contextlib.contextmanager
 def deterministic(mode: bool) -> Iterator[None]:
-    """torch's algorithms of that mode in the block. Afterwards they are as they were, and so are
-    the variables of the environment that Megatron's parser sets with them.
-
-    Megatron asks torch, not its config, and keeps other tensors with them: experts' outputs are
-    added up by `index_add_`, which saves them, instead of `scatter_add_`
-    (transformer/moe/moe_utils.py `unpermute`, without `moe_permute_fusion`).
-    """
+    """torch's algorithms of that mode in the block, with which Megatron keeps other tensors:
+    experts' outputs are added up by `index_add_`, which saves them (transformer/moe/moe_utils.py
+    `unpermute`). Afterwards they are as they were, and so are the environment's variables."""
     before = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(mode)

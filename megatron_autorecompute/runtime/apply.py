@@ -21,8 +21,8 @@ import torch
 from megatron_autorecompute.block_names import Blocks
 from megatron_autorecompute.compat import (
     defects,
-    layer_kinds,
     layer_modules,
+    layer_parts,
     model_layers,
     offload_modules,
     parallel,
@@ -295,15 +295,6 @@ class _Sites:
 
     def _check_parts(self, policy: RecomputePolicy) -> None:
         """Refuse what a layer cannot keep or recompute by itself; say what does nothing."""
-        for site in self.blocks:
-            for module in layer_modules.of_whole_block(site.block):
-                for index in site.layers:
-                    if module in policy.layers[index].modules:
-                        raise PolicyError(
-                            f"{module} of {policy.layers[index]} on layer {index}: Megatron has it "
-                            f"for all layers of a {type(site.block).__name__} or for none. Leave "
-                            "it out, or set Megatron's own recompute_modules and no policy."
-                        )
         idle: dict[str, list[int]] = defaultdict(list)
         pairs = [(site.block.layers, site.layers) for site in self.blocks]
         pairs += [([site.layer] * len(site.indices), site.indices) for site in self.mtps]
@@ -550,7 +541,7 @@ class _HeldBlock(_Held):
     def set_full(self, owner: torch.nn.Module) -> None:
         runs: Sequence[Run] = self.policy.chunk_runs(self.indices)
         if any(run.policy.granularity == "full" for run in runs):
-            if any(map(layer_kinds.attends_to_context, self.layers)):
+            if any(map(layer_parts.attends_to_context, self.layers)):
                 runs = _layer_by_layer(runs)
             self.runs = _without_modules(runs)
             self.hooks.append(owner.register_forward_pre_hook(_take_full_branch))
@@ -624,7 +615,7 @@ def _check_depth(choice: LayerPolicy, index: int, site: model_layers.MtpSite) ->
 
 def _check_groups(site: model_layers.BlockSite, runs: Sequence[Run]) -> None:
     for run in runs:
-        if run.policy.group > 1 and layer_kinds.attends_to_context(site.block.layers[run.start]):
+        if run.policy.group > 1 and layer_parts.attends_to_context(site.block.layers[run.start]):
             raise PolicyError(
                 f"{run.policy} from layer {site.layers[run.start]}, which attends to an encoder: "
                 "gradients of the encoder's output would be added in another order, so that "

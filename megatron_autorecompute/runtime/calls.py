@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.compat import layer_kinds, model_layers
+from megatron_autorecompute.compat import layer_parts, model_layers
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.lines import Microbatch
 from megatron_autorecompute.patched import TemporaryHook
@@ -213,7 +213,7 @@ class SeenTokens:
         for layer, _ in [each for each in layers if each[1] >= tower][:1]:
             self._before(layer, self._see)
         for layer, index in {id(layer): (layer, index) for layer, index in layers}.values():
-            for experts in layer_kinds.experts(layer):
+            for experts in layer_parts.experts(layer):
                 self._before(experts, partial(self._see_routed, index))
 
     @contextmanager

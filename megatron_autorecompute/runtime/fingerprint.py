@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from megatron_autorecompute import __version__
-from megatron_autorecompute.compat import layer_kinds, model_layers, untyped, versions
+from megatron_autorecompute.compat import layer_parts, model_layers, untyped, versions
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.runtime.ranks import all_gather
 
@@ -180,7 +180,7 @@ def _optimizers(optimizer: Any) -> list[str]:
 def _modules(chunks: Sequence[torch.nn.Module]) -> list[str]:
     """Structure and shapes of all chunks of all ranks, and which parameters are trained."""
     mine = {
-        f"{layer_kinds.signature(model_layers.unwrapped(chunk))} "
+        f"{layer_parts.signature(model_layers.unwrapped(chunk))} "
         + " ".join(name for name, one in chunk.named_parameters() if not one.requires_grad)
         for chunk in chunks
     }

@@ -13,7 +13,6 @@ import torch
 
 from megatron_autorecompute.block_names import ENCODER
 from megatron_autorecompute.compat import (
-    layer_kinds,
     layer_parts,
     model_facts,
     model_layers,
@@ -68,16 +67,16 @@ def kinds(
         # nothing.
         place = depths.get(index, "") + tower * (index < tower_layers) + "!" * (index in in_front)
         place += "+" * (index in features)
-        members[place + layer_kinds.signature(layer)].append((layer, index))
+        members[place + layer_parts.signature(layer)].append((layer, index))
     return [
         Kind(
             signature,
             depths.get(found[0][1])
             or (found[0][1] < tower_layers and tower)
-            or layer_kinds.name(found[0][0]),
+            or layer_parts.kind_name(found[0][0]),
             tuple(index for _, index in found),
             _possible(choices_of(found[0][0]), found[0][1] in features, found[0][1] in repeated),
-            layer_kinds.has_experts(found[0][0]),
+            layer_parts.has_experts(found[0][0]),
         )
         for signature, found in members.items()
     ]

@@ -249,7 +249,7 @@ class Probe:
                 self._forward = None
 
         self._call(model.register_forward_pre_hook, model_begins)
-        encoder_ends = (model_layers.encoder_layers([chunk]) - 1,)
+        encoder_ends = (model_layers.first_block([chunk])[1] - 1,)
         depths = model_layers.mtp_sites([chunk])
         for site in model_layers.block_sites([chunk]):
             for layer, index in zip(site.block.layers, site.layers, strict=True):

@@ -114,7 +114,7 @@ MOE = {"num_moe_experts": 8}
         ({"window_attn_skip_freq": [2]}, "[0]: 2, must be 0 or 1"),
         ({"gated_linear_unit": "yes"}, "config.gated_linear_unit: 'yes', must be a valid boolean"),
         ({"pipeline_model_parallel_layout": 3}, "layout.str: 3, must be a valid string"),
-        ({"cp_comm_type": "ring"}, "config.cp_comm_type: 'ring', must be 'p2p', 'all_gather'"),
+        ({"cp_comm_type": "ring"}, "config.cp_comm_type: 'ring', must be 'p2p', 'a2a'"),
         ({"cuda_graph_modules": ["attention"]}, "cuda_graph_modules[0]: 'attention', must be"),
     ],
 )
@@ -142,6 +142,7 @@ WIDE = {"ffn_hidden_size": 256, "tensor_model_parallel_size": 2}
         ({"fp4": "e2m1"}, "precision bf16, and fp8, fp4 and fp8_recipe in config say nvfp4"),
         ({**MOE, "moe_layer_freq": [1]}, "lists more or fewer than 8 layers"),
         ({"window_attn_skip_freq": [0]}, "lists more or fewer than 8 layers"),
+        ({"fp8_output_proj": True}, "fp8_output_proj, whose copies of weights are"),
         ({"context_parallel_size": 3}, "seq_length 128 is no multiple of 6, twice context_paral"),
         (
             {"cp_comm_type": "a2a+p2p", "context_parallel_size": 2},

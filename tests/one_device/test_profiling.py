@@ -16,7 +16,7 @@ import yaml
 
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.compare.comparison import Shape
-from megatron_autorecompute.compat import layer_specs
+from megatron_autorecompute.compat import model_facts
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.profiling import longest_end_ms, replace_mtp, stage_parameters
@@ -70,7 +70,7 @@ HYBRID = {
 @contextlib.contextmanager
 def local_layers():
     """In this block the command builds HybridModels of local layers, on CPU and on meta tensors."""
-    on_device, with_modules = build.megatron_on, layer_specs.with_modules
+    on_device, with_modules = build.megatron_on, model_facts.hybrid_spec
 
     @contextlib.contextmanager
     def megatron_on(where):
@@ -78,13 +78,13 @@ def local_layers():
             yield
 
     def local_spec(*_):
-        with patched(layer_specs, "with_modules", with_modules):
+        with patched(model_facts, "hybrid_spec", with_modules):
             return hybrid_models.local_spec()
 
     with (
         patched(build, "refuse", lambda *_: None),
         patched(build, "hybrid_spec", local_spec),
-        patched(layer_specs, "with_modules", local_spec),
+        patched(model_facts, "hybrid_spec", local_spec),
         patched(build, "megatron_on", megatron_on),
     ):
         yield

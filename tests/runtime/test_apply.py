@@ -3,9 +3,7 @@
 import copy
 import functools
 import gc
-import importlib.util
 import re
-import sys
 import types
 from dataclasses import dataclass
 
@@ -911,82 +909,3 @@ def test_policies_are_compared_before_the_first_training_and_not_in_an_evaluatio
     for said in run_ranks(evaluation_of_other_policies, 2, timeout_s=60):
         assert "rank 0: " in said
         assert "rank 1: " in said
-
-
-BLOCK_OF_MAIN = """
-class BlockOfMain:
-    def __init__(self, config):
-        self.mhc_recompute_enabled = (
-            config.recompute_granularity == 'selective' and 'mhc' in config.recompute_modules
-        )
-"""
-
-
-def module_of_main(name, source, modules, monkeypatch, tmp_path):
-    """A file of Megatron's main as a module, and its `recompute_modules` allowed."""
-    from megatron_autorecompute.compat import layer_modules, rules
-
-    names = (*layer_modules.allowed_modules(), *modules)
-    monkeypatch.setattr(layer_modules, "allowed_modules", lambda: names)
-    monkeypatch.setattr(rules, "allowed_modules", lambda: names)
-    monkeypatch.setattr(rules, "refusal", lambda *_: None)
-    file = tmp_path / f"{name}.py"
-    file.write_text(source)
-    spec = importlib.util.spec_from_file_location(f"megatron.{name}", file)
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_module_of_whole_blocks_is_refused_with_what_to_do(monkeypatch, tmp_path):
-    """Megatron main's mhc, whose flag is the block's (transformer_block.py)."""
-    from megatron_autorecompute.runtime.apply import apply
-
-    (model,) = tiny_gpt(tiny_config())
-    module = module_of_main("block_of_main", BLOCK_OF_MAIN, ["mhc"], monkeypatch, tmp_path)
-    kind = type("Block", (type(model.decoder), module.BlockOfMain), {})
-    model.decoder.__class__ = kind
-    with pytest.raises(PolicyError, match=r"mhc of selective\[mhc\] on layer 2: .*of a Block or"):
-        apply("none*2,selective[mhc]*1,none*1", model)
-    with apply("selective[core_attn]", model):
-        pass
-
-
-MIXER_OF_MAIN = """
-import torch
-
-
-class GatedDeltaProduct(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.recompute_in_proj = (
-            config.recompute_granularity == "selective"
-            and "gdp_in_proj" in config.recompute_modules
-        )
-        self.recompute_qkv: bool = (
-            self.config.recompute_granularity == "selective"
-            and "gdp_qkv" in self.config.recompute_modules
-        )
-"""
-
-
-def test_modules_of_main_are_set_by_the_flags_in_its_sources(monkeypatch, tmp_path):
-    """Megatron main's gdp_in_proj and gdp_qkv, the second of which is declared with a type."""
-    from megatron_autorecompute.runtime.apply import apply
-
-    names = ["gdp_in_proj", "gdp_qkv"]
-    main = module_of_main("mixer_of_main", MIXER_OF_MAIN, names, monkeypatch, tmp_path)
-    (model,) = tiny_gpt(tiny_config())
-    for layer in model.decoder.layers:
-        layer.gdp = main.GatedDeltaProduct(layer.config)
-    mixers = [layer.gdp for layer in model.decoder.layers]
-
-    def flags():
-        return [(each.recompute_in_proj, each.recompute_qkv) for each in mixers]
-
-    text = "none*1,selective[gdp_in_proj]*1,selective[gdp_qkv]*1,selective[gdp_in_proj+gdp_qkv]*1"
-    with apply(text, model):
-        assert flags() == [(False, False), (True, False), (False, True), (True, True)]
-    assert flags() == [(False, False)] * 4

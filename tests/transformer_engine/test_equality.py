@@ -138,21 +138,6 @@ def test_an_output_that_an_adapter_gets_is_not_run_again(one_rank):
     assert list(layer_parts.fused_norms(layer)) == fused[1:]
 
 
-def test_a_transformer_engine_without_a_norm_alone_is_refused_by_a_sentence(monkeypatch):
-    from transformer_engine.pytorch.module import _common
-
-    from megatron_autorecompute.compat import layer_parts
-    from megatron_autorecompute.errors import PolicyError
-
-    monkeypatch.delattr(_common, "apply_normalization")
-    asked_anew = layer_parts.why_not_normed_again.__wrapped__
-    monkeypatch.setattr(layer_parts, "why_not_normed_again", asked_anew)
-    case = on_cpu("TE dense")
-    assert not any("ln_out" in policy for policy in policies(case, mixes=0))
-    with pytest.raises(PolicyError, match=r"ln_out .* Transformer Engine before 2\.0 has no norm"):
-        trained(case, "selective[ln_out]", steps=1)
-
-
 def test_saved_tensors_that_cannot_be_told_apart_are_refused():
     from torch.nn.functional import linear, rms_norm
 
