@@ -101,14 +101,11 @@ def read_file(path: str | Path) -> Any:
     """The text of a policy file, or what its JSON says.
 
     Raises:
-        PolicyError: it cannot be read, is no regular file, or is larger than
-            `json_records.MOST_BYTES`.
+        PolicyError: it cannot be read, or is larger than `json_records.MOST_BYTES`.
     """
     if not str(path):
         raise PolicyError("The policy @ names no file: write @FILE, such as @plan.json.")
     try:
-        if Path(path).exists() and not Path(path).is_file():  # a device or FIFO may never end
-            raise ValueError("it is no regular file")
         text = json_records.read_text(path)
     except (OSError, ValueError) as error:
         why = json_records.reason(error)
