@@ -29,10 +29,7 @@ from megatron_autorecompute.planner import launch_lines
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
-    as_field,
-    refuse_beyond_device,
-    refuse_percentile,
-    refuse_unmeasurable,
+    refuse_for_auto,
     refuse_without_auto,
 )
 
@@ -152,7 +149,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
         return None
     config_field.refuse_contradiction(config)
     if value == "auto":
-        refuse_unmeasurable(config, as_field)
+        refuse_for_auto(AutoOptions(), config)
         return None
     value = config_field.without_file(value, config)
     if config_field.names_several_blocks(value):
@@ -249,12 +246,11 @@ def pretrain(
     config = _core_config(cfg.model)
     given = getattr(config, POLICY_FIELD, None)
     is_auto = given == "auto"
-    refuse_without_auto(options, given, as_field)
+    refuse_without_auto(options, given)
     if given is not None:
         setattr(config, POLICY_FIELD, options.field_of(given))
     if is_auto:
-        refuse_percentile(options, config)
-        refuse_beyond_device(options)
+        refuse_for_auto(options, config)
     _refuse_cpu(options)
     resolve(cfg)
     if is_auto:

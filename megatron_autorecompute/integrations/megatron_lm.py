@@ -32,9 +32,7 @@ from megatron_autorecompute.planner.cost.hybrid_pattern import check_flags
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
-    refuse_beyond_device,
-    refuse_percentile,
-    refuse_unmeasurable,
+    refuse_for_auto,
     refuse_without_auto,
 )
 
@@ -145,9 +143,7 @@ def check(args: Namespace) -> None:
     if policy != "auto":
         job_policy = _checked(policy, model_config, args)
         return
-    refuse_unmeasurable(model_config)
-    refuse_percentile(options, model_config)
-    refuse_beyond_device(options)
+    refuse_for_auto(options, model_config)
     config_field.claim_auto(HOLDER)
     atexit.register(_say_nothing_trained)
 

@@ -31,8 +31,7 @@ from megatron_autorecompute.runtime.auto_options import (
     AHEAD_CHOICES,
     MEGATRONS_CHOICES,
     AutoOptions,
-    refuse_beyond_device,
-    refuse_unmeasurable,
+    refuse_for_auto,
 )
 from megatron_autorecompute.runtime.calls import SeenTokens
 from megatron_autorecompute.runtime.decisions import Decisions
@@ -75,8 +74,7 @@ class Auto:
         job: JobFacts,
     ) -> None:
         self.optimizer, self.options, self.job = optimizer, options, job
-        refuse_unmeasurable(model_layers.unwrapped(chunks[0]).config)
-        refuse_beyond_device(options)
+        refuse_for_auto(options, model_layers.unwrapped(chunks[0]).config)
         self.shard = self._shard(chunks)
         varies = job.calls is not None
         self.memory = StepMemory(self.shard.chunks, optimizer, job.without_cuda)
