@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -82,16 +82,6 @@ class Line:
             min(self.most_tokens, other.most_tokens),
         )
 
-    def times(self, factor: float) -> Line:
-        """The line whose figure is larger by a factor at all lengths."""
-        return replace(
-            self,
-            constant=factor * self.constant,
-            per_token=factor * self.per_token,
-            per_square=factor * self.per_square,
-            per_routed_token=factor * self.per_routed_token,
-        )
-
     def bytes_at(self, one: Microbatch) -> int:
         """The figure in whole bytes, rounded up except for what floating point adds."""
         value = self.at(one)
@@ -154,14 +144,9 @@ def _fitted(points: Sequence[Point], *, squares: bool, routed: bool) -> Line:
     coefficients = found * top / scale
     coefficients[np.abs(found) < 1e-12] = 0.0
     left = values - columns @ coefficients
-    return Line(
-        constant=float(coefficients[0] + max(0.0, left.max())),
-        per_token=float(coefficients[1]),
-        per_square=float(coefficients[2]),
-        per_routed_token=float(coefficients[3]),
-        residual=float(np.abs(left).max() / top),
-        most_tokens=max(one.tokens for one, _ in points),
-    )
+    coefficients[0] += max(0.0, left.max())
+    residual = float(np.abs(left).max() / top)
+    return Line(*coefficients.tolist(), residual, max(one.tokens for one, _ in points))
 
 
 def middle_line(points: Sequence[Point]) -> Line:

@@ -141,21 +141,13 @@ class Varying:
         for call in range(min(len(rank.calls) for rank in self._ranks)):
             longest = max(tokens for rank in self._ranks for tokens, _ in rank.calls[call])
             rows = (n for rank in self._ranks for one in rank.routed[call] for n in one.values())
-            most = max(rows, default=0)
-            points.append((Microbatch.longest(longest), float(most)))
-        return envelope(points).times(UNEVEN) if any(most for _, most in points) else None
+            points.append((Microbatch.longest(longest), UNEVEN * max(rows, default=0)))
+        return envelope(points) if any(most for _, most in points) else None
 
     def _lines(self, key: Key) -> RecordLines | None:
         """The lines of one choice; None if some figure was never seen."""
-        held, forward, backward, kept = (
-            self._envelope(key, figure)
-            for figure in (
-                "held_bytes",
-                "forward_level_bytes",
-                "backward_level_bytes",
-                "kept_level_bytes",
-            )
-        )
+        names = ("held", "forward_level", "backward_level", "kept_level")
+        held, forward, backward, kept = (self._envelope(key, f"{name}_bytes") for name in names)
         backward = backward or kept
         times = [self._times(key, figure) for figure in ("forward_ms", "backward_ms")]
         if held is None or forward is None or backward is None or not all(times):
