@@ -146,14 +146,9 @@ def save(record: Any, path: str | Path) -> None:
 def write_atomically(content: str | bytes, path: str | Path) -> None:
     """Write to a temporary file beside `path`, flush it to the disk, then rename it.
 
-    Args:
-        content: text, which is written as UTF-8, or bytes.
-        path: the file; an old one is replaced.
-
     A link stays, and what it points to is written. A device or a FIFO is refused.
 
-    Raises: ProfileError when it cannot be written.
-    """
+    Raises: ProfileError when it cannot be written."""
     data = content.encode() if isinstance(content, str) else content
     with _said_why(path):
         target = _target(path)

@@ -145,16 +145,13 @@ def _fitted(points: Sequence[Point], *, squares: bool, routed: bool) -> Line:
     coefficients[np.abs(found) < 1e-12] = 0.0
     left = values - columns @ coefficients
     coefficients[0] += max(0.0, left.max())
-    residual = float(np.abs(left).max() / top)
-    return Line(*coefficients.tolist(), residual, max(one.tokens for one, _ in points))
+    constant, token, square, routed_token = coefficients.tolist()
+    residual, longest = float(np.abs(left).max() / top), max(one.tokens for one, _ in points)
+    return Line(constant, token, square, routed_token, residual, longest)
 
 
 def middle_line(points: Sequence[Point]) -> Line:
-    """A line through the middle of noisy times: between the medians of short and of long ones.
-
-    Args:
-        points: microbatches and milliseconds, at least one.
-    """
+    """A line through the middle of noisy times: between the medians of short and of long ones."""
     ordered = sorted(points, key=lambda point: point[0].tokens)
     third = max(1, len(ordered) // 3)
     (low, low_ms), (high, high_ms) = map(_median, (ordered[:third], ordered[-third:]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 _ABSENT = object()
@@ -46,13 +47,8 @@ def patched_environ(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class TemporaryHook:
-    """A hook on a module. A copy of the module has a hook that removes itself when called.
-
-    Args:
-        register: one of a module's methods that register hooks.
-        call: the hook, called with torch's arguments.
-        options: the options of `register`.
-    """
+    """A hook on a module, by one of the module's methods that register hooks. A copy of the module
+    has a hook that does nothing."""
 
     def __init__(
         self, register: Callable[..., Any], call: Callable[..., None], **options: Any
@@ -69,14 +65,8 @@ class TemporaryHook:
         self._handle.remove()
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return _LeavingHook, (self._handle,)
+        return partial, (_nothing,)
 
 
-class _LeavingHook:
-    """The hook in a copy of a module; the copied handle removes it from the copy."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def __call__(self, *_: Any) -> None:
-        self._handle.remove()
+def _nothing(*_: Any) -> None:
+    """The hook in a copy of a module."""

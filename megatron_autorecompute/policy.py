@@ -331,11 +331,7 @@ class RecomputePolicy:
         cls, value: str | Sequence[str] | Mapping[str, Any], **model: Any
     ) -> RecomputePolicy:
         """Read the value of a config field: text, a list of choices, or a policy or plan as dict;
-        or a dict with one of these for each block.
-
-        Args:
-            value: of the field.
-            model: as the keyword arguments of `parse`.
+        or a dict with one of these for each block. Keyword arguments are those of `parse`.
 
         Raises:
             PolicyError: the value is of none of these forms or covers another number of layers.
@@ -344,11 +340,8 @@ class RecomputePolicy:
 
     @classmethod
     def load(cls, path: str | Path, **model: Any) -> RecomputePolicy:
-        """Read a JSON file (a policy or a plan) or a text file in the policy grammar.
-
-        Args:
-            path: of the file.
-            model: as the keyword arguments of `parse`.
+        """Read a JSON file (a policy or a plan) or a text file in the policy grammar. Keyword
+        arguments are those of `parse`.
 
         Raises:
             PolicyError: the file cannot be read, or contains no policy for `num_layers` layers.
@@ -456,12 +449,8 @@ class MegatronStrategy:
         layout: Sequence[Sequence[int]] | None = None,
         depth_layers: int = 0,
     ) -> RecomputePolicy:
-        """A choice for every layer; like Megatron, it counts layers afresh in every chunk.
-
-        Args:
-            num_layers: layers of the model, multi-token-prediction depths included.
-            layout: as `RecomputePolicy.parse` takes it.
-            depth_layers: as `RecomputePolicy.parse` takes it.
+        """A choice for every layer; like Megatron, it counts layers afresh in every chunk. The
+        arguments are those of `RecomputePolicy.parse`.
 
         Raises:
             PolicyError: Megatron refuses this setting with multi-token prediction.

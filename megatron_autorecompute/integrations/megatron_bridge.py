@@ -129,9 +129,6 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     gradients, and Bridge's `maybe_enable_recompute_inputs_grad` mends this for `full` only.
     One that names several blocks becomes a dict with the names; only the built model can check it.
 
-    Args:
-        cfg: Bridge's ConfigContainer, not yet given to Bridge's `pretrain`.
-
     Returns:
         The policy, or None when there is none, it is `auto` or it names several blocks.
 

@@ -174,12 +174,7 @@ def budget_reason(options: AutoOptions) -> str:
 
 
 def refuse_without_auto(options: AutoOptions, policy: Any) -> None:
-    """Raise OptionError for options that only auto uses, without auto.
-
-    Args:
-        options: as the user gave them.
-        policy: the value of the config's field; None if there is none.
-    """
+    """Raise OptionError for options that only auto uses, if another policy or none is given."""
     used = ["recompute_run_on_cpu", *["recompute_choices"] * (policy is not None)]
     values = {field.name: getattr(options, field.name) for field in fields(options)}
     unused = [
@@ -197,12 +192,7 @@ def refuse_without_auto(options: AutoOptions, policy: Any) -> None:
 
 def refuse_for_auto(options: AutoOptions, config: Any) -> None:
     """Raise OptionError for a config whose steps auto cannot measure, and for options that do not
-    go with it or with this machine.
-
-    Args:
-        options: as the user gave them.
-        config: a TransformerConfig.
-    """
+    go with it or with this machine."""
     _refuse_beyond_device(options)
     percentile = options.recompute_imbalance_percentile
     if percentile != IMBALANCE_PERCENTILE and not config.num_moe_experts:

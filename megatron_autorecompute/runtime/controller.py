@@ -53,13 +53,8 @@ _LOOK_UP = "get_forward_backward_func"
 
 
 class Auto:
-    """Finds, applies and watches the policy of one job; every rank makes one in the same way.
-
-    Args:
-        chunks: this rank's model chunks, built, without a policy.
-        optimizer: Megatron's optimizer on them; None if the job has none.
-        options: the user's options.
-        job: facts from the training program.
+    """Finds, applies and watches the policy of one job; every rank makes one in the same way, from
+    chunks without a policy.
 
     Raises:
         AutorecomputeError: auto cannot measure this config, a policy is in force on the model, no
@@ -167,9 +162,6 @@ class Auto:
     def watch(self, module: Any) -> None:
         """`schedule` for a framework's module, without a change in it: until `close`, the name
         `get_forward_backward_func` in it gives Megatron's schedule as `schedule` returns it.
-
-        Args:
-            module: one that imported this name from Megatron and calls it before every step.
 
         Raises:
             OptionError: the module has no such name.

@@ -55,14 +55,7 @@ def fingerprint(
     layout: Layout,
     given: Mapping[str, str],
 ) -> dict[str, str]:
-    """The facts that must be equal for a plan to be used again, by name.
-
-    Args:
-        chunks: this rank's model chunks, without a policy.
-        optimizer: Megatron's optimizer on them.
-        layout: layers of all stages and chunks.
-        given: further facts: shapes of a microbatch, the device.
-    """
+    """The facts that must be equal for a plan to be used again, by name, `given` ones included."""
     first = model_layers.unwrapped(chunks[0])
     mine = {
         **_fields(first.config),

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.auto_options import AutoOptions
-from megatron_autorecompute.runtime.calls import Calls, whole
+from megatron_autorecompute.runtime.calls import Calls, CallShape, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +85,8 @@ class JobFacts(_Reporting):
 
     on_close: Callable[[], None] = lambda: None
     """Called when auto ends, with the model given back."""
+
+    @property
+    def shape(self) -> CallShape | None:
+        """What the next call's plan depends on; None if no length is known, or all are alike."""
+        return self.calls.shape if self.calls is not None and self.calls.shape.tokens else None

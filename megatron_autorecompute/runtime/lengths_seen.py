@@ -85,12 +85,7 @@ class Points:
 
 class Varying:
     """Puts lines through the points of all ranks into a profile; every rank makes one in the same
-    way.
-
-    Args:
-        shard: this rank's model.
-        mine: what this rank saw.
-    """
+    way."""
 
     def __init__(self, shard: ModelShard, mine: Points) -> None:
         self._shard, self._mine = shard, mine

@@ -149,8 +149,7 @@ class Measurement:
             most_steps: stop after so many steps; choices that are left stay unmeasured.
             wanted: the choices that are shown.
         """
-        steps = itertools.count() if most_steps is None else range(most_steps)
-        for policy, _ in zip(self._in_turn(room, wanted), steps, strict=False):
+        for policy in itertools.islice(self._in_turn(room, wanted), most_steps):
             self.applied.switch(policy)
             yield
 

@@ -16,12 +16,7 @@ from megatron_autorecompute.runtime.ranks import is_first_rank, on_rank_0
 
 
 class PlanStore:
-    """The file of a job's plan; without a path nothing is stored.
-
-    Args:
-        path: the plan file.
-        fingerprint: the fingerprint of this job, the same on all ranks.
-        say: prints on one rank.
+    """The file of a job's plan; without a path nothing is stored. `say` prints on one rank.
 
     Raises:
         ProfileError: the path cannot be written; checked at once, not after an hour of training.

@@ -22,13 +22,7 @@ WIDTH = 100
 
 
 def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
-    """Print a row per stage and feed the writers, once the plan has run a step.
-
-    Args:
-        plan: the plan that runs.
-        decisions: the decisions of the job.
-        steps: how many training steps are done.
-    """
+    """Print a row per stage and feed the writers, once the plan has run so many training steps."""
     job, figures = decisions.job, dict[str, float]()
     peaks = decisions.peaks() if steps else None
     job.say(report(plan, decisions, peaks))
@@ -47,15 +41,10 @@ def tell(plan: Plan, decisions: Decisions, steps: int) -> None:
 
 
 def report(plan: Plan, decisions: Decisions, peaks: Sequence[int] | None) -> str:
-    """The plan as text: a row per stage, a legend, notes, and the step's time beside others'.
+    """The plan as text: a row per stage with its measured peak, if it is known, a legend, notes,
+    and the step's time beside others'.
 
-    The peak contains the bytes that were added after the job ran short of memory.
-
-    Args:
-        plan: the plan that runs.
-        decisions: the decisions of the job.
-        peaks: bytes of every stage in a step under this plan; None if they are not known.
-    """
+    The peak contains the bytes that were added after the job ran short of memory."""
     lean_ms = decisions.problem(plan.profile).cost(decisions.leanest).step_ms
     steps = [f"predicted step {plan.cost.step_ms:,.0f} ms", f"full recompute {lean_ms:,.0f} ms"]
     if plan.best_manual is None:
