@@ -135,14 +135,6 @@ def digest(data: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def save(record: Any, path: str | Path) -> None:
-    """Write the record atomically: readers see the old file or the whole new one, never a part.
-
-    Raises: ProfileError when the record is invalid or the folder cannot be written.
-    """
-    write_atomically(to_json(record), path)
-
-
 def write_atomically(content: str | bytes, path: str | Path) -> None:
     """Write to a temporary file beside `path`, flush it to the disk, then rename it.
 

@@ -41,18 +41,12 @@ RUNS_FOREVER = "Megatron's own recompute of mlp never ends where linear layers h
 
 def of_strategy(strategy: MegatronStrategy) -> dict[str, Any]:
     """The fields that a strategy changes."""
+    layers, fields = strategy.recompute_num_layers, dict[str, Any]()
     if strategy.method in ("block", "uniform"):
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": strategy.method,
-            "recompute_num_layers": strategy.recompute_num_layers,
-        }
-    fields: dict[str, Any] = {}
-    if strategy.method == "cpu_offloading" and strategy.recompute_num_layers:
-        return {
-            "cpu_offloading": True,
-            "cpu_offloading_num_layers": strategy.recompute_num_layers,
-        }
+        method = {"recompute_method": strategy.method, "recompute_num_layers": layers}
+        return {"recompute_granularity": "full", **method}
+    if strategy.method == "cpu_offloading" and layers:
+        return {"cpu_offloading": True, "cpu_offloading_num_layers": layers}
     if strategy.modules:
         fields |= {"recompute_granularity": "selective", "recompute_modules": [*strategy.modules]}
     if strategy.offload:

@@ -242,15 +242,18 @@ def pretrain(
     options = options or AutoOptions()
     config = _core_config(cfg.model)
     given = getattr(config, POLICY_FIELD, None)
-    is_auto = given == "auto"
     refuse_without_auto(options, given)
     if given is not None:
         setattr(config, POLICY_FIELD, options.field_of(given))
-    if is_auto:
+    if given == "auto":
         refuse_for_auto(options, config)
-    _refuse_cpu(options)
+    if options.recompute_run_on_cpu:
+        raise OptionError(
+            "--recompute-run-on-cpu was given, but Megatron Bridge trains on CUDA devices only. "
+            "Leave it out; Megatron-LM runs on CPU with python -m megatron_autorecompute.pretrain."
+        )
     resolve(cfg)
-    if is_auto:
+    if given == "auto":
         with claimed(), callback(options) as tuning:
             bridge_pretrain(cfg, forward_step_func, [tuning, *callbacks])
         return
@@ -258,14 +261,6 @@ def pretrain(
         value = getattr(config, POLICY_FIELD)
         register(cfg.model, policy_hook(value or given, in_fields=value is None))
     bridge_pretrain(cfg, forward_step_func, list(callbacks))
-
-
-def _refuse_cpu(options: AutoOptions) -> None:
-    if options.recompute_run_on_cpu:
-        raise OptionError(
-            "--recompute-run-on-cpu was given, but Megatron Bridge trains on CUDA devices only. "
-            "Leave it out; Megatron-LM runs on CPU with python -m megatron_autorecompute.pretrain."
-        )
 
 
 @contextmanager

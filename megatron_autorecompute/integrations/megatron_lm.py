@@ -256,20 +256,16 @@ def _check_all_given(args: Namespace) -> None:
     """Raise the same error on every rank if their policies differ; otherwise they would hang."""
     from megatron_autorecompute.runtime.ranks import all_gather
 
-    said = all_gather(_given(args))
+    mine = args.recompute_policy or "nothing"
+    if job_policy is not None:
+        mine = f"policy {hashlib.sha256(str(_shown(job_policy)).encode()).hexdigest()[:12]}"
+    said = all_gather(mine)
     if len(set(said)) > 1:
         held = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
         raise ApplyError(
             "The ranks have different values of --recompute-policy and would wait for each other: "
             f"{held}. Start every rank with the same flags, and with files of the same content."
         )
-
-
-def _given(args: Namespace) -> str:
-    """What this rank was given, as text: nothing, auto, or a policy's digest."""
-    if job_policy is None:
-        return args.recompute_policy or "nothing"
-    return f"policy {hashlib.sha256(str(_shown(job_policy)).encode()).hexdigest()[:12]}"
 
 
 def _shown(policy: Any) -> Any:
