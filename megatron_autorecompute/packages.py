@@ -17,11 +17,7 @@ INSTALL = {
 }
 """The command that installs each package. A module belongs to the innermost package here."""
 KERNELS_OF_SYMBOLS = {
-    "M": {
-        "mamba_ssm": "mamba-ssm",
-        "causal_conv1d": "causal-conv1d",
-        "einops": "einops",
-    },
+    "M": {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "einops": "einops"},
     "G": {"fla": "flash-linear-attention"},
     "D": {"fast_hadamard_transform": "fast-hadamard-transform"},
 }

@@ -444,10 +444,7 @@ class MegatronStrategy:
         return f"megatron:{self.method}/{self.recompute_num_layers}"
 
     def policy(
-        self,
-        num_layers: int,
-        layout: Sequence[Sequence[int]] | None = None,
-        depth_layers: int = 0,
+        self, num_layers: int, layout: Sequence[Sequence[int]] | None = None, depth_layers: int = 0
     ) -> RecomputePolicy:
         """A choice for every layer; like Megatron, it counts layers afresh in every chunk. The
         arguments are those of `RecomputePolicy.parse`.

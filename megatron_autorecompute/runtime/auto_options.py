@@ -73,8 +73,7 @@ class AutoOptions:
         "backward reads, and auto measures and plans only these",
     )
     recompute_allow_offload: bool = option(
-        False,
-        "also measure and plan Megatron's fine-grained activation offloading",
+        False, "also measure and plan Megatron's fine-grained activation offloading"
     )
     recompute_run_on_cpu: bool = option(
         False,

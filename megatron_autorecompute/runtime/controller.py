@@ -62,11 +62,7 @@ class Auto:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        optimizer: Any,
-        options: AutoOptions,
-        job: JobFacts,
+        self, chunks: Sequence[torch.nn.Module], optimizer: Any, options: AutoOptions, job: JobFacts
     ) -> None:
         self.optimizer, self.options, self.job = optimizer, options, job
         refuse_for_auto(options, model_layers.unwrapped(chunks[0]).config)

@@ -50,10 +50,7 @@ KERNELS = ("transformer-engine", "flash-attn", "triton")
 
 
 def fingerprint(
-    chunks: Sequence[torch.nn.Module],
-    optimizer: Any,
-    layout: Layout,
-    given: Mapping[str, str],
+    chunks: Sequence[torch.nn.Module], optimizer: Any, layout: Layout, given: Mapping[str, str]
 ) -> dict[str, str]:
     """The facts that must be equal for a plan to be used again, by name, `given` ones included."""
     first = model_layers.unwrapped(chunks[0])

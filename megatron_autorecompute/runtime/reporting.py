@@ -9,11 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.terminal import (
-    imbalance_lines,
-    measured_step_view,
-    stages_view,
-)
+from megatron_autorecompute.report.terminal import imbalance_lines, measured_step_view, stages_view
 from megatron_autorecompute.runtime.decisions import Decisions
 from megatron_autorecompute.units import GIB
 
