@@ -157,15 +157,11 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
         as_trained = copy.copy(config)
         as_trained.overlap_moe_expert_parallel_comm = True  # as Bridge does when it trains
         rules.check_allowed(as_trained, policy)
-    fields = _lasting_fields(policy, cfg)
+    fields = None if cfg.peft is not None else fields_of_policy(policy, cfg.model)
     for name, value in (fields or {}).items():
         setattr(config, name, value)
     setattr(config, POLICY_FIELD, None if fields is not None else policy.to_config())
     return policy
-
-
-def _lasting_fields(policy: RecomputePolicy, cfg: Any) -> dict[str, Any] | None:
-    return None if cfg.peft is not None else fields_of_policy(policy, cfg.model)
 
 
 def policy_hook(value: Any, in_fields: bool = False) -> Callable[[list[Any]], list[Any]]:
@@ -346,5 +342,6 @@ def _say_lines(policy: RecomputePolicy, cfg: Any, model: Any) -> None:
 def recipe_lines(policy: RecomputePolicy, cfg: Any, blocks: Blocks | None = None) -> list[str]:
     """Python lines that set the policy in a recipe, in the form that `resolve` writes; of several
     blocks of a model each by its name."""
-    fields = _lasting_fields(policy, cfg) if len(blocks or ()) < 2 else None
+    alone = cfg.peft is None and len(blocks or ()) < 2
+    fields = fields_of_policy(policy, cfg.model) if alone else None
     return launch_lines.recipe_lines(policy, fields, blocks)

@@ -10,6 +10,7 @@ what it needs from them.
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.text import Text
 
 from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import ApplyError, OptionError
@@ -25,6 +28,7 @@ from megatron_autorecompute.planner.cost.lengths import Arrangement
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism
+from megatron_autorecompute.report.terminal import imbalance_lines, measured_step_view, stages_view
 from megatron_autorecompute.runtime import offload
 from megatron_autorecompute.runtime.apply import apply, blocks
 from megatron_autorecompute.runtime.auto_options import (
@@ -42,14 +46,15 @@ from megatron_autorecompute.runtime.model_shard import ModelShard, choices, mega
 from megatron_autorecompute.runtime.plan_in_force import PlanInForce, Step, climb
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.ranks import all_reduce_max
-from megatron_autorecompute.runtime.reporting import report, tell
 from megatron_autorecompute.runtime.step_memory import StepMemory
-from megatron_autorecompute.units import gib
+from megatron_autorecompute.units import GIB, gib
 
 __all__ = ["Auto", "JobFacts"]
 
 Function = Callable[..., Any]
 _LOOK_UP = "get_forward_backward_func"
+WIDTH = 100
+"""Columns of a plan as text; a log has no terminal width."""
 
 
 class Auto:
@@ -331,7 +336,23 @@ class Auto:
         if self.plan is None:
             return f"recompute auto: measuring, {self.steps} steps done"
         own = f"rank's last peak {gib(self.peak_bytes)} GiB on stage {self.shard.stage}"
-        return f"{report(self.plan, self.decisions, None)}; this {own}"
+        return f"{self._table(self.plan, None)}; this {own}"
+
+    def _table(self, plan: Plan, peaks: Sequence[int] | None) -> str:
+        """A row per stage with its measured peak, if it is known, a legend, notes, and the step's
+        time beside others'. The predicted peak contains the bytes that were added after the job ran
+        short of memory."""
+        lean_ms = self.decisions.problem(plan.profile).cost(self.decisions.leanest).step_ms
+        manual = "none of Megatron's own settings fits"
+        if plan.best_manual is not None:
+            manual = f"best manual {plan.best_manual.name} {plan.best_manual.step_ms:,.0f} ms"
+        notes = *plan.notes, *imbalance_lines(plan.profile, plan.imbalance_percentile)
+        text = io.StringIO()
+        console = Console(file=text, width=WIDTH, highlight=False)
+        console.print("recompute auto: the plan", stages_view(plan, peaks), sep="\n")
+        console.print(*map(Text, notes), *measured_step_view(plan), sep="\n")
+        steps = f"predicted step {plan.cost.step_ms:,.0f} ms; full recompute {lean_ms:,.0f} ms"
+        return f"{text.getvalue().rstrip()}\nrecompute auto: {steps}; {manual}"
 
     @property
     def routed(self) -> tuple[Mapping[int, int], ...]:
@@ -387,7 +408,25 @@ class Auto:
             self._in_force.run(plan, f"the plan in {self._store.path}")
             yield from self._in_force.warm_up(plan)
             plan = yield from self._in_force.one_step(plan, reads_bytes=True)
-        tell(plan, self.decisions, self.steps)
+        self._tell(plan)
         if self.options.recompute_plan_only:
             raise SystemExit(0)
         yield from self._in_force.steps(plan)
+
+    def _tell(self, plan: Plan) -> None:
+        """Print the plan, and write its figures to TensorBoard and Weights & Biases."""
+        job, figures = self.job, dict[str, float]()
+        peaks = self.decisions.peaks() if self.steps else None
+        job.say(self._table(plan, peaks))
+        for stage, cost in enumerate(plan.cost.stages):
+            if peaks is not None:
+                figures[f"recompute/measured_peak_gib/stage{stage}"] = peaks[stage] / GIB
+            figures[f"recompute/predicted_peak_gib/stage{stage}"] = cost.peak.bytes / GIB
+            figures[f"recompute/recompute_ms/stage{stage}"] = cost.recompute_ms
+        iteration = self.steps if job.iteration is None else job.iteration()
+        for writer in job.writers():
+            if not hasattr(writer, "add_scalar"):  # Weights & Biases
+                writer.log(figures, iteration)
+                continue
+            for name, value in figures.items():
+                writer.add_scalar(name, value, iteration)
