@@ -33,7 +33,7 @@ class FixedCalls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reporting:
+class Reporting:
     """What a program logs with, and what its plans depend on besides Megatron's configs."""
 
     timers: Any | None = None
@@ -48,7 +48,7 @@ class _Reporting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program(_Reporting):
+class Program(Reporting):
     """What a training program tells `attach` whose microbatches have one length and whose loop goes
     on after a skipped update: Megatron-LM, Megatron Bridge."""
 
@@ -64,7 +64,7 @@ class Program(_Reporting):
 
 
 @dataclass(frozen=True, slots=True)
-class JobFacts(_Reporting):
+class JobFacts(Reporting):
     """Facts about a training job, collected by `attach`."""
 
     parallelism: Parallelism

@@ -484,11 +484,15 @@ class Measurement:
         most, near = {"forward": 0, "backward": 0}, {"forward": 0, "backward": 0}
         high = [max(mark.peak_bytes for mark in one.marks[1:]) for one in passes]
         sizes = {n: self._boundary_bytes(one) for one, n in zip(passes, numbers, strict=True)}
-        in_flight: dict[int, deque[int]] = defaultdict(deque)
-        share = NEAR_PEAK if self.shard.config.pipeline_model_parallel_size > 1 else 0.0
-        for one, number, owners, peak_bytes in zip(
-            passes, numbers, self._owners(passes), high, strict=True
-        ):
+        in_flight, config = defaultdict[int, deque[int]](deque), self.shard.config
+        share = NEAR_PEAK if config.pipeline_model_parallel_size > 1 else 0.0
+        owners_of = extra_owners(
+            self._schedule(passes),
+            self.shard.stage,
+            overlap_p2p=config.overlap_p2p_comm,
+            deallocated=config.deallocate_pipeline_outputs,
+        )
+        for one, number, owners, peak_bytes in zip(passes, numbers, owners_of, high, strict=True):
             held = sum(map(sum, in_flight.values()))
             above = one.marks[0].current_bytes - self.static_bytes - held
             # The received input belongs to the first layer, the received gradient to the last.
@@ -511,16 +515,6 @@ class Measurement:
     def _schedule(self, passes: Sequence[Pass]) -> Schedule:
         """Megatron's schedule for this number of passes."""
         return self.shard.schedule(len(passes) // (2 * len(self.shard.chunks)))
-
-    def _owners(self, passes: Sequence[Pass]) -> Sequence[Sequence[int]]:
-        """Microbatches of the boundary tensors at every pass that belong to no layer."""
-        config = self.shard.config
-        return extra_owners(
-            self._schedule(passes),
-            self.shard.stage,
-            overlap_p2p=config.overlap_p2p_comm,
-            deallocated=config.deallocate_pipeline_outputs,
-        )
 
     def _held_of(self, one: Pass) -> int:
         """Bytes that one microbatch in flight holds of a chunk, with the output if it is kept."""
