@@ -144,8 +144,7 @@ def write_atomically(content: str | bytes, path: str | Path) -> None:
     data = content.encode() if isinstance(content, str) else content
     with _said_why(path):
         target = _target(path)
-        # Not tempfile: only the owner could read its files, but ranks of other users share a plan.
-        temporary = target.with_name(f".{target.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}")
+        temporary = _beside(target)
         try:
             with open(temporary, "xb") as file:
                 file.write(data)
@@ -159,16 +158,15 @@ def write_atomically(content: str | bytes, path: str | Path) -> None:
 
 
 def check_writable(path: str | Path, reads: Iterable[str | Path] = ()) -> None:
-    """Raise ProfileError if `write_atomically` cannot write a file here, as far as can be seen.
+    """Raise ProfileError if `write_atomically` cannot write a file here, tried with an empty one.
 
     Raises OptionError as `check_other` does.
     """
     check_other(path, reads)
     with _said_why(path):
-        where = f"{_target(path).parent}/."  # an error where that is a file
-        os.stat(where)
-        if not os.access(where, os.W_OK):
-            raise PermissionError(errno.EACCES, "Permission denied")
+        probe = _beside(_target(path))
+        probe.touch(exist_ok=False)
+        probe.unlink()
 
 
 def check_other(path: str | Path, reads: Iterable[str | Path]) -> None:
@@ -180,6 +178,11 @@ def check_other(path: str | Path, reads: Iterable[str | Path]) -> None:
                     f"The output {path} is the input {read}, and would replace it. Give the output "
                     "another name."
                 )
+
+
+def _beside(target: Path) -> Path:
+    # Not tempfile: only the owner could read its files, but ranks of other users share a plan.
+    return target.with_name(f".{target.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}")
 
 
 def _target(path: str | Path) -> Path:

@@ -12,7 +12,6 @@ from typing import Any
 from megatron_autorecompute.compat import rules
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.cost.lengths import profile_at
-from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.plan import Plan, make_plan, plan_early_if_it_pays
 from megatron_autorecompute.planner.search.problem import NO_LIMIT, Budget, Problem
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
@@ -88,10 +87,7 @@ class Decisions:
 
     def lean_peaks(self, profile: Profile) -> list[int]:
         """Predicted peak bytes of every stage under its leanest choices, high end."""
-        return [cost.peak_high_bytes for cost in self._lean_costs(profile)]
-
-    def _lean_costs(self, profile: Profile) -> Sequence[StageCost]:
-        return self.problem(profile).cost(self.leanest).stages
+        return [cost.peak_high_bytes for cost in self.problem(profile).cost(self.leanest).stages]
 
     # --- the plan file ----------------------------------------------------------------------------
 
@@ -191,7 +187,8 @@ class Decisions:
 
         Other tensors on the device, such as a reference model, show as bytes that the prediction
         for the leanest policy does not explain."""
-        predicted = [cost.peak.bytes for cost in self._lean_costs(profile)]
+        costs = self.problem(profile).cost(self.leanest).stages
+        predicted = [cost.peak.bytes for cost in costs]
         return self._with_budgets(with_missed_bytes(profile, predicted, lean))
 
     def with_lengths(self, profile: Profile, points: Points) -> Profile:
