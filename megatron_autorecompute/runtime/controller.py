@@ -23,8 +23,6 @@ from rich.text import Text
 
 from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import ApplyError, OptionError
-from megatron_autorecompute.lines import Microbatch
-from megatron_autorecompute.planner.cost.lengths import Arrangement
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism
@@ -359,29 +357,6 @@ class Auto:
         """Rows that this rank's experts got in each microbatch of the last training call, by layer.
         A token counts once for each of its experts here. Layers without experts have none."""
         return tuple(self._seen.routed)
-
-    def predicted_peaks(
-        self, lengths: Sequence[int | Sequence[int]], routed: Sequence[Mapping[int, int]] = ()
-    ) -> tuple[int, ...]:
-        """Peak bytes of every stage in a call with these microbatches, under the policy in force.
-
-        Args:
-            lengths: tokens of each microbatch on this rank, in order; of a packed one, a list of
-                its samples' tokens.
-            routed: as the property has it after a call. Layers that are not named got the most
-                tokens that were seen so far.
-
-        Raises:
-            OptionError: there is no plan yet.
-            ProfileError: the job's microbatches have one length.
-        """
-        if self.plan is None:
-            raise OptionError("There is no plan yet: the first training calls measure.")
-        given = tuple(Microbatch.packed([one] if isinstance(one, int) else one) for one in lengths)
-        schedule = self.shard.schedule(len(lengths))
-        layout, named = self.shard.layout, tuple(routed) if any(routed) else ()
-        call = Arrangement(self.plan.profile, layout, schedule, self.policy, given, named)
-        return tuple(call.peaks())
 
     @property
     def steps(self) -> int:

@@ -5,7 +5,7 @@ microbatches differ.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from megatron_autorecompute.lines import Line, Microbatch, Point, RecordLines, envelope, middle_line
@@ -47,17 +47,6 @@ class Points:
     """By direction, a call and the most bytes in it besides layers and boundary tensors."""
     peaks: list[tuple[int, RecomputePolicy, int]] = field(default_factory=list)
     """A call, its policy, and the bytes it needed, static ones included."""
-
-    def begin_call(
-        self, lengths: Iterable[tuple[int, int]], routed: Sequence[Mapping[int, int]]
-    ) -> None:
-        """Begin a call; arguments as `calls` and `routed` have them."""
-        self.calls.append(list(lengths))
-        self.routed.append(list(routed))
-
-    def note(self, key: Key, figure: str, microbatch: int, layer: int, value: float) -> None:
-        """Note a figure of the call that began last; layer: -1 outside of layers."""
-        self.figures[key, figure].append(((len(self.calls) - 1, microbatch, layer), value))
 
     def note_peak(self, policy: RecomputePolicy, peak_bytes: int) -> None:
         """Note what the call that began last needed."""

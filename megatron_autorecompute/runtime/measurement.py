@@ -294,8 +294,9 @@ class Measurement:
         config = self.shard.config
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         passes_in_order = (found[number] for number in sorted(found))
-        lengths = ((split * one.tokens, _squares(one, split)) for one in passes_in_order)
-        self.points.begin_call(lengths, self._routed())
+        lengths = [(split * one.tokens, _squares(one, split)) for one in passes_in_order]
+        self.points.calls.append(lengths)
+        self.points.routed.append(list(self._routed()))
         for number, one in found.items():
             where = len(self.points.calls) - 1, number, -1
             self.points.boundaries.append((where, self._boundary_bytes(one)))
@@ -426,9 +427,10 @@ class Measurement:
             readings.append(Reading(self._turn, self._step, span.ms, span.host_ms, span.is_ahead))
             found["forward_ms" if one.phase == "forward" else "backward_ms"] = span.ms
         if self.points is not None:
-            layer = place if isinstance(place, int) else -1
+            key = signature, self._choice(place)
+            where = len(self.points.calls) - 1, number, place if isinstance(place, int) else -1
             for figure, value in found.items():
-                self.points.note((signature, self._choice(place)), figure, number, layer, value)
+                self.points.figures[key, figure].append((where, value))
 
     def _received_by(self, one: Pass) -> Place | None:
         """The layer whose input another stage sent; None if the first layer gets a copy of it."""
