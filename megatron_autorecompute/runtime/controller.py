@@ -203,19 +203,16 @@ class Auto:
         self.job.calls.say(tokens)
 
     @contextmanager
-    def step(
-        self, tokens: Sequence[int] | None = None, *, num_microbatches: int | None = None
-    ) -> Iterator[None]:
+    def step(self, *, num_microbatches: int | None = None) -> Iterator[None]:
         """Around one training call of the schedule, or one training step, on every rank.
 
         Args:
-            tokens: the tokens of each microbatch on this rank, if the loop knows; as `tokens` says.
             num_microbatches: how many this call has, if the loop knows; ranks may differ.
 
         Raises:
             ApplyError: this object was closed, an error ended it, or a call runs already.
-            OptionError: as `tokens`; or other numbers of microbatches were given in both, or than
-                every call of the job has.
+            OptionError: `tokens` was given another number of microbatches, or every call of the
+                job has another one.
             AutorecomputeError: as `measuring` and `plan_in_force` say.
         """
         if self._closed:
@@ -227,8 +224,6 @@ class Auto:
             )
         self._inside = True
         try:
-            if tokens is not None:
-                self.tokens(tokens)
             self._agree(num_microbatches)
             with self._next_step(), self._seen.counting():
                 yield
