@@ -111,15 +111,11 @@ Point = tuple[Microbatch, float]
 
 
 def envelope(points: Sequence[Point], *, experts: bool = False) -> Line:
-    """The line nearest to the points by least squares, lifted so that no point lies above it.
+    """The line nearest to at least one point (a microbatch, and bytes) by least squares, lifted so
+    that no point lies above it; with `experts` routed tokens matter too.
 
     Points of a single length give a line through zero, which scales up safely. A quadratic term is
-    used only if the points do not lie on a line.
-
-    Args:
-        points: microbatches and bytes, at least one.
-        experts: whether routed tokens matter too.
-    """
+    used only if the points do not lie on a line."""
     lengths = {one.tokens for one, _ in points}
     first = _fitted(points, squares=False, routed=experts)
     if first.residual <= BENT or len(lengths) < 3:

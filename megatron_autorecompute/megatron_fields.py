@@ -97,14 +97,9 @@ def of_policy(
     linear_bias: bool,
     depth_layers: int = 0,
 ) -> dict[str, Any] | None:
-    """All fields, or None if they cannot express the policy or Megatron cannot run it.
-
-    Args:
-        policy: one choice for every layer.
-        chunks: decoder layers of every pipeline chunk; `uniform` and `block` count within a chunk.
-        linear_bias: Megatron's add_bias_linear.
-        depth_layers: as `RecomputePolicy.parse` takes it.
-    """
+    """All fields, or None if they cannot express the policy or Megatron cannot run it. `chunks` are
+    the decoder layers of every pipeline chunk, in which `uniform` and `block` count; `linear_bias`
+    is Megatron's add_bias_linear; `depth_layers` as `RecomputePolicy.parse` takes it."""
     strategy = _strategy_like(policy, chunks, depth_layers)
     if strategy is None or runs_forever(policy.layers[0], linear_bias):
         return None

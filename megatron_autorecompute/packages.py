@@ -33,10 +33,7 @@ def lacking_kernels(symbol: str) -> list[str]:
 
 @contextmanager
 def needed(by: str) -> Iterator[None]:
-    """Surround code that imports torch or Megatron.
-
-    Args:
-        by: subject of the error message, such as "The launcher".
+    """Surround code that imports torch or Megatron; `by` is the subject of the error message.
 
     Raises:
         MachineError: one of them is not installed.

@@ -99,12 +99,8 @@ def _core_config(model: Any) -> Any:
 
 
 def fields_of_policy(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
-    """The policy in Megatron's own fields, or None if they cannot express or run it.
-
-    Args:
-        policy: one choice for every layer.
-        model: `cfg.model`; `uniform` and `block` count in the chunks of its pipeline layout.
-    """
+    """The policy in Megatron's own fields, or None if they cannot express or run it. `uniform` and
+    `block` count in the chunks of the pipeline layout of `model`, which is `cfg.model`."""
     from megatron_autorecompute.compat import stage_layout
 
     config = _core_config(model)

@@ -183,12 +183,8 @@ class Calls:
 
 
 class SeenTokens:
-    """Counts the tokens of every microbatch with gradients, on one rank.
-
-    Args:
-        chunks: this rank's model chunks.
-        split: over how many ranks sequence parallelism splits the hidden states.
-    """
+    """Counts the tokens of every microbatch with gradients, on one rank. Sequence parallelism splits
+    the hidden states over `split` ranks."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], split: int) -> None:
         self.longest = 0

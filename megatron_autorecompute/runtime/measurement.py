@@ -541,14 +541,7 @@ class Measurement:
         assumptions: tuple[str, ...] = (),
     ) -> Profile:
         """Combine all ranks' figures: the most bytes, lower quartiles of times. Equal on all ranks.
-
-        Args:
-            model: the whole model.
-            parallelism: the shapes of the measured steps.
-            static: this rank's bytes besides activations.
-            fingerprint: facts that must be equal for the figures to hold.
-            assumptions: sentences about what was assumed, not measured.
-        """
+        `static` are this rank's bytes besides activations."""
         mine = evened(self.samples) if self._took_turns else Evened(dict(self.samples))
         even = self.shard.all_gather(mine)
         by_rank = [one.seen for one in even]
