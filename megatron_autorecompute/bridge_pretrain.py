@@ -33,9 +33,7 @@ STEPS = ("gpt_step", "vlm_step", "llava_step")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train the recipe that `arguments` (default: `sys.argv[1:]`) name.
 
-    Raises:
-        SystemExit: with the reason printed and the exit code of an `AutorecomputeError`.
-    """
+    Raises: SystemExit with the reason printed and the exit code of an `AutorecomputeError`."""
     try:
         args, overrides = _parse(arguments)
         options = from_flags(AutoOptions, args)

@@ -35,9 +35,7 @@ def lacking_kernels(symbol: str) -> list[str]:
 def needed(by: str) -> Iterator[None]:
     """Surround code that imports torch or Megatron; `by` is the subject of the error message.
 
-    Raises:
-        MachineError: one of them is not installed.
-    """
+    Raises: MachineError if one of them is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -180,9 +180,7 @@ class LayerPolicy:
     def as_megatron(self) -> LayerPolicy:
         """This choice with all that Megatron reruns for it.
 
-        Raises:
-            PolicyError: it has what Megatron lacks: parts, modules, an early begin.
-        """
+        Raises: PolicyError if it has what Megatron lacks: parts, modules, an early begin."""
         if self.own:
             raise PolicyError(
                 f"{self} as Megatron's own checkpoints run it: they have no {', '.join(self.own)}. "
@@ -274,9 +272,7 @@ class RecomputePolicy:
     def as_megatron(self) -> RecomputePolicy:
         """The policy that reruns all that Megatron's own checkpoints rerun.
 
-        Raises:
-            PolicyError: a layer has parts or modules that Megatron lacks.
-        """
+        Raises: PolicyError if a layer has parts or modules that Megatron lacks."""
         known = dict[LayerPolicy, LayerPolicy]()
         for index, layer in enumerate(self.layers):
             try:
@@ -333,9 +329,7 @@ class RecomputePolicy:
         """Read the value of a config field: text, a list of choices, or a policy or plan as dict;
         or a dict with one of these for each block. Keyword arguments are those of `parse`.
 
-        Raises:
-            PolicyError: the value is of none of these forms or covers another number of layers.
-        """
+        Raises: PolicyError if it is of none of these forms or covers another number of layers."""
         return _Reader(**model).read(value)
 
     @classmethod
@@ -343,9 +337,7 @@ class RecomputePolicy:
         """Read a JSON file (a policy or a plan) or a text file in the policy grammar. Keyword
         arguments are those of `parse`.
 
-        Raises:
-            PolicyError: the file cannot be read, or contains no policy for `num_layers` layers.
-        """
+        Raises: PolicyError if it cannot be read, or has no policy for `num_layers` layers."""
         return _Reader(**model).load(path)
 
     def format(self, blocks: Blocks | None = None) -> str:
@@ -378,9 +370,7 @@ class RecomputePolicy:
     def chunk_runs(self, layers: Sequence[int]) -> tuple[Run, ...]:
         """The runs within one pipeline chunk, `start` counted from the chunk's first layer.
 
-        Raises:
-            PolicyError: a group of full layers does not end where the chunk ends.
-        """
+        Raises: PolicyError if a group of full layers does not end where the chunk ends."""
         runs, start = [], 0
         for policy, members in itertools.groupby(self.layers[index] for index in layers):
             runs.append(Run(start, len(list(members)), policy))
@@ -449,9 +439,7 @@ class MegatronStrategy:
         """A choice for every layer; like Megatron, it counts layers afresh in every chunk. The
         arguments are those of `RecomputePolicy.parse`.
 
-        Raises:
-            PolicyError: Megatron refuses this setting with multi-token prediction.
-        """
+        Raises: PolicyError where Megatron refuses this setting with multi-token prediction."""
         chunks = layout or [range(num_layers)]
         granularity: Granularity = "selective" if self.modules else "none"
         same = LayerPolicy(granularity, self.modules, offload=self.offload)

@@ -29,9 +29,7 @@ POLICY_HELP = f"what every layer recomputes: auto measures and solves; otherwise
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script named first in `arguments` (default: `sys.argv[1:]`) as `__main__`.
 
-    Raises:
-        SystemExit: with the reason printed and the exit code of an `AutorecomputeError`.
-    """
+    Raises: SystemExit with the reason printed and the exit code of an `AutorecomputeError`."""
     command = list(sys.argv[1:] if arguments is None else arguments)
     if command[:1] in (["-h"], ["--help"]):
         _parser().print_help()

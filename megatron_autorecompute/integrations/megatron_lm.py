@@ -190,10 +190,8 @@ def _checked(given: str, model_config: Any, args: Namespace) -> Any:
 def with_tuner(train: Function) -> Function:
     """For `train`: under auto, an `Auto` for the whole training.
 
-    Raises:
-        SystemExit: with the reason printed, if no part of this model can run a policy, or the
-            policy or plan does not work.
-    """
+    Raises: SystemExit with the reason printed, if no part of this model can run a policy, or the
+    policy or plan does not work."""
 
     @_decorates(train)
     def wrapper(
@@ -384,9 +382,7 @@ def install() -> None:
 def prepare_cpu() -> None:
     """Prepare a run on CPU, for `--recompute-run-on-cpu`; call it before `install`.
 
-    Raises:
-        MachineError: CUDA is available, or there is no `megatron.training` on sys.path.
-    """
+    Raises: MachineError if CUDA is available, or there is no `megatron.training` on sys.path."""
     global _on_cpu
     _require_training()
     from megatron_autorecompute.meta import without_cuda

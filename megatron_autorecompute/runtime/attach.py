@@ -134,9 +134,7 @@ class _Arguments(AutoOptions):
 def _chunks(given: Any) -> list[torch.nn.Module]:
     """The model chunks, of what was given as them.
 
-    Raises:
-        OptionError: these are no chunks of a Megatron model.
-    """
+    Raises: OptionError if these are no chunks of a Megatron model."""
     alone = isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ModuleList)
     chunks: list[Any] = [given] if alone else list(given) if isinstance(given, Iterable) else []
     for chunk in chunks or [given]:

@@ -162,9 +162,7 @@ class Auto:
         """`schedule` for a framework's module, without a change in it: until `close`, the name
         `get_forward_backward_func` in it gives Megatron's schedule as `schedule` returns it.
 
-        Raises:
-            OptionError: the module has no such name.
-        """
+        Raises: OptionError if the module has no such name."""
         plain = getattr(module, _LOOK_UP, None)
         if plain is None:
             raise OptionError(
@@ -264,9 +262,7 @@ class Auto:
     def close(self) -> None:
         """Stop, and give the model back as it was; a second call does nothing.
 
-        Raises:
-            ApplyError: a training call runs.
-        """
+        Raises: ApplyError while a training call runs."""
         if self._closed:
             return
         if self._inside:

@@ -64,9 +64,7 @@ class Decisions:
         A running job does not end because a budget is too small: a stage whose leanest choices need
         more than its budget is planned for what they need, and this is said.
 
-        Raises:
-            InfeasibleError: with plan only, a stage needs more than its budget.
-        """
+        Raises: InfeasibleError if, with plan only, a stage needs more than its budget."""
         if not self.options.recompute_plan_only:
             budgets = self._at_least_lean(budgets, self.lean_peaks(profile))
         problem = self.problem(profile, budgets)
@@ -161,9 +159,7 @@ class Decisions:
     def too_lean(self, step: int) -> str | None:
         """What is over the budget after a step under the leanest policy; None if nothing is.
 
-        Raises:
-            InfeasibleError: with plan only, some stage needed more than its budget.
-        """
+        Raises: InfeasibleError if, with plan only, some stage needed more than its budget."""
         peaks, budgets = self.peaks(), self.found_budgets()
         stage = max(range(len(peaks)), key=lambda stage: peaks[stage] - budgets[stage])
         if peaks[stage] <= budgets[stage]:

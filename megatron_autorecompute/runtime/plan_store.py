@@ -18,9 +18,8 @@ from megatron_autorecompute.runtime.ranks import is_first_rank, on_rank_0
 class PlanStore:
     """The file of a job's plan; without a path nothing is stored. `say` prints on one rank.
 
-    Raises:
-        ProfileError: the path cannot be written; checked at once, not after an hour of training.
-    """
+    Raises: ProfileError if the path cannot be written; checked at once, not after an hour of
+    training."""
 
     def __init__(
         self, path: str | None, fingerprint: Mapping[str, str], say: Callable[[str], None]
@@ -37,9 +36,7 @@ class PlanStore:
         """The stored plan if it is of this job; otherwise None, and prints why not. A file that
         holds no plan is kept under another name.
 
-        Raises:
-            ProfileError: the file cannot be opened.
-        """
+        Raises: ProfileError if the file cannot be opened."""
         path = self.path
         if path is None:
             return None
