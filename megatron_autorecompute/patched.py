@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 _ABSENT = object()
@@ -48,7 +47,7 @@ def patched_environ(values: Mapping[str, str]) -> Iterator[None]:
 
 class TemporaryHook:
     """A hook on a module, by one of the module's methods that register hooks. A copy of the module
-    has a hook that does nothing."""
+    has a hook that removes itself when called."""
 
     def __init__(
         self, register: Callable[..., Any], call: Callable[..., None], **options: Any
@@ -65,8 +64,14 @@ class TemporaryHook:
         self._handle.remove()
 
     def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
-        return partial, (_nothing,)
+        return _LeavingHook, (self._handle,)
 
 
-def _nothing(*_: Any) -> None:
-    """The hook in a copy of a module."""
+class _LeavingHook:
+    """The hook in a copy of a module; the copied handle removes it from the copy."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def __call__(self, *_: Any) -> None:
+        self._handle.remove()
