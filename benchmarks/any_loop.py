@@ -25,6 +25,7 @@ from examples.loops.small_gpt import MAX_TOKENS, SmallGPT, get_forward_backward_
 from megatron_autorecompute import attach
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.step_memory import static_bytes, tensors
+from testing.predicted import predicted_peaks
 from testing.ranks import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "any_loop.json"
@@ -137,7 +138,7 @@ def prediction(auto, own) -> tuple[int | None, int | None, str]:
         return None, None, auto.policy.format()
     stage = auto.shard.stage
     bound = auto.plan.cost.stages[stage].peak_high_bytes
-    return auto.predicted_peaks(own, auto.routed)[stage], bound, auto.policy.format()
+    return predicted_peaks(auto, own, auto.routed)[stage], bound, auto.policy.format()
 
 
 @dataclass(frozen=True)

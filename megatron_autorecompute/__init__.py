@@ -12,7 +12,7 @@ Importing this package imports neither torch nor megatron and changes nothing. I
 - `attach(model_chunks, optimizer)`: let a training loop over Megatron-Core choose by itself.
 - `FixedCalls`: what every training call of such a loop has, where it may offload.
 
-The last three need torch and megatron-core; where one is missing, `import *` leaves them out.
+The last three need torch and megatron-core.
 
 docs/api.md has an example and lists the modules for further use. Every error that is raised on
 purpose is an `errors.AutorecomputeError`.
@@ -21,7 +21,6 @@ purpose is an `errors.AutorecomputeError`.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,18 +51,6 @@ __all__ = [
     "attach",
     "solve",
 ]
-
-
-def _is_there(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # imported, but from no file
-        return True
-
-
-if not all(map(_is_there, ("torch", "megatron"))):
-    for _name in ("FixedCalls", "apply", "attach"):
-        __all__.remove(_name)
 
 _HOME = {
     "LayerPolicy": "policy",

@@ -17,10 +17,7 @@ __all__ = ["AppliedPolicy", "apply", "blocks", "in_force"]
 
 class _Callable(ModuleType):
     def __call__(
-        self,
-        policy: Given,
-        model: torch.nn.Module | Sequence[torch.nn.Module],
-        **options: Any,
+        self, policy: Given, model: torch.nn.Module | Sequence[torch.nn.Module], **options: Any
     ) -> AppliedPolicy:
         """Run the function `apply`."""
         return apply(policy, model, **options)

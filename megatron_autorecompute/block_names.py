@@ -32,9 +32,7 @@ _NAMED = re.compile(r"\s*(?P<name>(?!megatron\s*:)[a-z][a-z0-9_]*)\s*:(?P<text>.
 def named_parts(text: str) -> dict[str, str] | None:
     """What a text says for each block; None if it names no block.
 
-    Raises:
-        PolicyError: only some parts have a name, or two have the same.
-    """
+    Raises: PolicyError if only some parts have a name, or two have the same."""
     if _NAMED.fullmatch(text.partition(";")[0]) is None:
         return None
     parts: dict[str, str] = {}
@@ -100,15 +98,10 @@ def named_file(value: Any) -> str | None:
 def read_file(path: str | Path) -> Any:
     """The text of a policy file, or what its JSON says.
 
-    Raises:
-        PolicyError: it cannot be read, is no regular file, or is larger than
-            `json_records.MOST_BYTES`.
-    """
+    Raises: PolicyError if it cannot be read, or is larger than `json_records.MOST_BYTES`."""
     if not str(path):
         raise PolicyError("The policy @ names no file: write @FILE, such as @plan.json.")
     try:
-        if Path(path).exists() and not Path(path).is_file():  # a device or FIFO may never end
-            raise ValueError("it is no regular file")
         text = json_records.read_text(path)
     except (OSError, ValueError) as error:
         why = json_records.reason(error)
@@ -126,9 +119,7 @@ def read_file(path: str | Path) -> Any:
 def placed(parts: Mapping[str, Any], blocks: Blocks) -> list[tuple[str, Any, range]]:
     """Every block in the model's order: its name, what is said for it, and its layers.
 
-    Raises:
-        PolicyError: a name that no block has, or a block without a part.
-    """
+    Raises: PolicyError for a name that no block has, or a block without a part."""
     found = " and ".join(f"{name} ({count} layers)" for name, count in blocks.items())
     for what, names in (
         ("names", [name for name in parts if name not in blocks]),

@@ -11,8 +11,9 @@ Hydra overrides. Exit codes: docs/exit-codes.md.
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import inspect
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
 from megatron_autorecompute.integrations import megatron_bridge, megatron_lm
 from megatron_autorecompute.megatron_fields import POLICY_FIELD
-from megatron_autorecompute.options import add_flags, from_flags
+from megatron_autorecompute.options import add_flags, from_flags, nearest
 from megatron_autorecompute.packages import needed
 from megatron_autorecompute.runtime.auto_options import AutoOptions
 
@@ -32,9 +33,7 @@ STEPS = ("gpt_step", "vlm_step", "llava_step")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train the recipe that `arguments` (default: `sys.argv[1:]`) name.
 
-    Raises:
-        SystemExit: with the reason printed and the exit code of an `AutorecomputeError`.
-    """
+    Raises: SystemExit with the reason printed and the exit code of an `AutorecomputeError`."""
     try:
         args, overrides = _parse(arguments)
         options = from_flags(AutoOptions, args)
@@ -90,11 +89,9 @@ def _recipe_function(name: str) -> Callable[..., Any]:
     import megatron.bridge.recipes as recipes
 
     if not hasattr(recipes, name):
-        word = name.split("_")[0]
-        like = [known for known in dir(recipes) if known.startswith(word) and "config" in known]
         raise OptionError(
-            f"There is no recipe {name} in megatron.bridge.recipes; beginning with {word} there "
-            f"are: {', '.join(like) or 'none'}. A recipe of your own is FILE.py:FUNCTION."
+            f"There is no recipe {name} in megatron.bridge.recipes; the nearest is "
+            f"{nearest(name, dir(recipes))}. A recipe of your own is FILE.py:FUNCTION."
         )
     recipe: Callable[..., Any] = getattr(recipes, name)
     return recipe
@@ -103,15 +100,11 @@ def _recipe_function(name: str) -> Callable[..., Any]:
 def _function_in_file(path: Path, function: str) -> Callable[..., Any]:
     if not path.is_file():
         raise OptionError(f"There is no recipe file {path}: give FILE.py:FUNCTION.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    found: Callable[..., Any] | None = getattr(module, function, None)
-    if found is None:
-        names = [name for name in vars(module) if name.endswith("config")]
-        raise OptionError(f"{path} has no function {function}; it has {', '.join(names)}.")
+    names = runpy.run_path(str(path), run_name=path.stem)
+    if function not in names:
+        like = [name for name in names if name.endswith("config")]
+        raise OptionError(f"{path} has no function {function}; it has {', '.join(like)}.")
+    found: Callable[..., Any] = names[function]
     return found
 
 

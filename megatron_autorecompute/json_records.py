@@ -58,39 +58,25 @@ def from_json(
     Raises:
         ProfileError: a bad field, named by its path, or a schema_version above `major`.
     """
-    if not isinstance(text, str | bytes):
-        raise ProfileError(
-            f"{source} is {text!r:.80}, and JSON text was asked for. To read a file: "
-            f"{record_type.__name__}.load(path)."
-        )
+    what = record_type.__name__
     try:
         data = json.loads(text)
         if isinstance(data, dict) and field in data:
             data, source = data[field], f"{field} in {source}"
             text = json.dumps(data)
-    except (ValueError, RecursionError) as error:
-        raise ProfileError(_no_json(text, source, record_type.__name__, error)) from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ProfileError(
+            f"{source} is not whole JSON, as a {what} is: {error}. Write it again. A job in YAML "
+            "becomes a Profile by megatron-autorecompute estimate."
+        ) from error
     _refuse_newer(data, source, major)
     try:
         return TypeAdapter(record_type).validate_json(text, strict=True)
     except ValidationError as error:
         wrong = corrections(map(described, error.errors(include_url=False)))
-        raise ProfileError(
-            f"{source} does not fit the {record_type.__name__} schema. {wrong}"
-        ) from error
+        raise ProfileError(f"{source} does not fit the {what} schema. {wrong}") from error
     except AutorecomputeError as error:  # a part that refuses itself, such as a layout
         raise ProfileError(f"{source}: {error}") from error
-
-
-def _no_json(text: str, source: str, what: str, error: Exception) -> str:
-    begin = text.lstrip()[:MOST_SHOWN].partition("\n")[0]
-    if begin and begin[0] not in '{["':
-        return (
-            f"{source} begins with {begin!r}, so it is no JSON file, as a {what} is. To make a "
-            "profile of a job in YAML: megatron-autorecompute estimate --gpu NAME "
-            f"{source} -o PROFILE.json"
-        )
-    return f"{source} is not whole JSON ({error}). Write it again; a cut-off file cannot be used."
 
 
 def load(record_type: type[Record], path: str | Path, *, major: int = 1, field: str = "") -> Record:
@@ -149,62 +135,38 @@ def digest(data: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def save(record: Any, path: str | Path) -> None:
-    """Write the record atomically: readers see the old file or the whole new one, never a part.
-
-    Raises: ProfileError when the record is invalid or the folder cannot be written.
-    """
-    write_atomically(to_json(record), path)
-
-
 def write_atomically(content: str | bytes, path: str | Path) -> None:
     """Write to a temporary file beside `path`, flush it to the disk, then rename it.
 
-    Args:
-        content: text, which is written as UTF-8, or bytes.
-        path: the file; an old one is replaced.
+    A link stays, and what it points to is written. A device or a FIFO is refused.
 
-    A link stays, and what it points to is written. A device or a FIFO is written to as it is.
-
-    Raises: ProfileError when it cannot be written.
-    """
+    Raises: ProfileError when it cannot be written."""
     data = content.encode() if isinstance(content, str) else content
     with _said_why(path):
         target = _target(path)
-        if target is None:
-            with open(path, "ab") as file:
+        temporary = _beside(target)
+        try:
+            with open(temporary, "xb") as file:
                 file.write(data)
-        else:
-            _replace(target, data)
-
-
-def _replace(target: Path, data: bytes) -> None:
-    # Not tempfile: only the owner could read its files, but ranks of other users share a plan.
-    temporary = target.with_name(f".{target.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except OSError:
-        with contextlib.suppress(OSError):  # the whole folder may be gone
-            temporary.unlink()
-        raise
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, target)
+        except OSError:
+            with contextlib.suppress(OSError):  # the whole folder may be gone
+                temporary.unlink()
+            raise
 
 
 def check_writable(path: str | Path, reads: Iterable[str | Path] = ()) -> None:
-    """Raise ProfileError if `write_atomically` cannot write a file here, as far as can be seen.
+    """Raise ProfileError if `write_atomically` cannot write a file here, tried with an empty one.
 
     Raises OptionError as `check_other` does.
     """
     check_other(path, reads)
     with _said_why(path):
-        target = _target(path)
-        where = path if target is None else f"{target.parent}/."  # an error where that is a file
-        os.stat(where)
-        if not os.access(where, os.W_OK):
-            raise PermissionError(errno.EACCES, "Permission denied")
+        probe = _beside(_target(path))
+        probe.touch(exist_ok=False)
+        probe.unlink()
 
 
 def check_other(path: str | Path, reads: Iterable[str | Path]) -> None:
@@ -218,8 +180,13 @@ def check_other(path: str | Path, reads: Iterable[str | Path]) -> None:
                 )
 
 
-def _target(path: str | Path) -> Path | None:
-    """The file to replace, links followed; None for what is written to as it is."""
+def _beside(target: Path) -> Path:
+    # Not tempfile: only the owner could read its files, but ranks of other users share a plan.
+    return target.with_name(f".{target.name[:40]}.{os.getpid()}.{secrets.token_hex(4)}")
+
+
+def _target(path: str | Path) -> Path:
+    """The file to replace, links followed."""
     if not Path(path).name:
         raise ValueError("it names no file")
     with contextlib.suppress(FileNotFoundError):
@@ -227,7 +194,7 @@ def _target(path: str | Path) -> Path | None:
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, "Is a directory")
         if not stat.S_ISREG(mode):
-            return None
+            raise ValueError("it is no regular file")
     return Path(os.path.realpath(path))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
@@ -82,16 +82,6 @@ class Line:
             min(self.most_tokens, other.most_tokens),
         )
 
-    def times(self, factor: float) -> Line:
-        """The line whose figure is larger by a factor at all lengths."""
-        return replace(
-            self,
-            constant=factor * self.constant,
-            per_token=factor * self.per_token,
-            per_square=factor * self.per_square,
-            per_routed_token=factor * self.per_routed_token,
-        )
-
     def bytes_at(self, one: Microbatch) -> int:
         """The figure in whole bytes, rounded up except for what floating point adds."""
         value = self.at(one)
@@ -121,15 +111,11 @@ Point = tuple[Microbatch, float]
 
 
 def envelope(points: Sequence[Point], *, experts: bool = False) -> Line:
-    """The line nearest to the points by least squares, lifted so that no point lies above it.
+    """The line nearest to at least one point (a microbatch, and bytes) by least squares, lifted so
+    that no point lies above it; with `experts` routed tokens matter too.
 
     Points of a single length give a line through zero, which scales up safely. A quadratic term is
-    used only if the points do not lie on a line.
-
-    Args:
-        points: microbatches and bytes, at least one.
-        experts: whether routed tokens matter too.
-    """
+    used only if the points do not lie on a line."""
     lengths = {one.tokens for one, _ in points}
     first = _fitted(points, squares=False, routed=experts)
     if first.residual <= BENT or len(lengths) < 3:
@@ -154,22 +140,14 @@ def _fitted(points: Sequence[Point], *, squares: bool, routed: bool) -> Line:
     coefficients = found * top / scale
     coefficients[np.abs(found) < 1e-12] = 0.0
     left = values - columns @ coefficients
-    return Line(
-        constant=float(coefficients[0] + max(0.0, left.max())),
-        per_token=float(coefficients[1]),
-        per_square=float(coefficients[2]),
-        per_routed_token=float(coefficients[3]),
-        residual=float(np.abs(left).max() / top),
-        most_tokens=max(one.tokens for one, _ in points),
-    )
+    coefficients[0] += max(0.0, left.max())
+    constant, token, square, routed_token = coefficients.tolist()
+    residual, longest = float(np.abs(left).max() / top), max(one.tokens for one, _ in points)
+    return Line(constant, token, square, routed_token, residual, longest)
 
 
 def middle_line(points: Sequence[Point]) -> Line:
-    """A line through the middle of noisy times: between the medians of short and of long ones.
-
-    Args:
-        points: microbatches and milliseconds, at least one.
-    """
+    """A line through the middle of noisy times: between the medians of short and of long ones."""
     ordered = sorted(points, key=lambda point: point[0].tokens)
     third = max(1, len(ordered) // 3)
     (low, low_ms), (high, high_ms) = map(_median, (ordered[:third], ordered[-third:]))

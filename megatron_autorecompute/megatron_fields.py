@@ -41,18 +41,12 @@ RUNS_FOREVER = "Megatron's own recompute of mlp never ends where linear layers h
 
 def of_strategy(strategy: MegatronStrategy) -> dict[str, Any]:
     """The fields that a strategy changes."""
+    layers, fields = strategy.recompute_num_layers, dict[str, Any]()
     if strategy.method in ("block", "uniform"):
-        return {
-            "recompute_granularity": "full",
-            "recompute_method": strategy.method,
-            "recompute_num_layers": strategy.recompute_num_layers,
-        }
-    fields: dict[str, Any] = {}
-    if strategy.method == "cpu_offloading" and strategy.recompute_num_layers:
-        return {
-            "cpu_offloading": True,
-            "cpu_offloading_num_layers": strategy.recompute_num_layers,
-        }
+        method = {"recompute_method": strategy.method, "recompute_num_layers": layers}
+        return {"recompute_granularity": "full", **method}
+    if strategy.method == "cpu_offloading" and layers:
+        return {"cpu_offloading": True, "cpu_offloading_num_layers": layers}
     if strategy.modules:
         fields |= {"recompute_granularity": "selective", "recompute_modules": [*strategy.modules]}
     if strategy.offload:
@@ -103,14 +97,9 @@ def of_policy(
     linear_bias: bool,
     depth_layers: int = 0,
 ) -> dict[str, Any] | None:
-    """All fields, or None if they cannot express the policy or Megatron cannot run it.
-
-    Args:
-        policy: one choice for every layer.
-        chunks: decoder layers of every pipeline chunk; `uniform` and `block` count within a chunk.
-        linear_bias: Megatron's add_bias_linear.
-        depth_layers: as `RecomputePolicy.parse` takes it.
-    """
+    """All fields, or None if they cannot express the policy or Megatron cannot run it. `chunks` are
+    the decoder layers of every pipeline chunk, in which `uniform` and `block` count; `linear_bias`
+    is Megatron's add_bias_linear; `depth_layers` as `RecomputePolicy.parse` takes it."""
     strategy = _strategy_like(policy, chunks, depth_layers)
     if strategy is None or runs_forever(policy.layers[0], linear_bias):
         return None

@@ -21,12 +21,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def option(default: Any, help: str) -> Any:
-    """A dataclass field that is also a command-line flag with this help.
-
-    Args:
-        default: the default of the field and the flag.
-        help: one sentence for people.
-    """
+    """A dataclass field that is also a command-line flag with this help, one sentence."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 

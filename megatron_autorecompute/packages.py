@@ -17,11 +17,7 @@ INSTALL = {
 }
 """The command that installs each package. A module belongs to the innermost package here."""
 KERNELS_OF_SYMBOLS = {
-    "M": {
-        "mamba_ssm": "mamba-ssm",
-        "causal_conv1d": "causal-conv1d",
-        "einops": "einops",
-    },
+    "M": {"mamba_ssm": "mamba-ssm", "causal_conv1d": "causal-conv1d", "einops": "einops"},
     "G": {"fla": "flash-linear-attention"},
     "D": {"fast_hadamard_transform": "fast-hadamard-transform"},
 }
@@ -37,14 +33,9 @@ def lacking_kernels(symbol: str) -> list[str]:
 
 @contextmanager
 def needed(by: str) -> Iterator[None]:
-    """Surround code that imports torch or Megatron.
+    """Surround code that imports torch or Megatron; `by` is the subject of the error message.
 
-    Args:
-        by: subject of the error message, such as "The launcher".
-
-    Raises:
-        MachineError: one of them is not installed.
-    """
+    Raises: MachineError if one of them is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

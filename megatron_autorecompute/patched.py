@@ -46,13 +46,8 @@ def patched_environ(values: Mapping[str, str]) -> Iterator[None]:
 
 
 class TemporaryHook:
-    """A hook on a module. A copy of the module has a hook that removes itself when called.
-
-    Args:
-        register: one of a module's methods that register hooks.
-        call: the hook, called with torch's arguments.
-        options: the options of `register`.
-    """
+    """A hook on a module, by one of the module's methods that register hooks. A copy of the module
+    has a hook that removes itself when called."""
 
     def __init__(
         self, register: Callable[..., Any], call: Callable[..., None], **options: Any

@@ -29,7 +29,6 @@ from megatron_autorecompute.block_names import (
 from megatron_autorecompute.errors import PolicyError
 
 Granularity = Literal["none", "selective", "inner", "full"]
-Counted = Literal["block", "uniform", "cpu_offloading"]
 
 _OFFLOAD = r"(?:\+offload\[(?P<offload>[^\]]*)\])?"
 _AGAIN = r"(?:\+keep\[(?P<keep>[^\]]*)\]|(?P<all>\+all))?(?P<ahead>\+ahead)?"
@@ -181,9 +180,7 @@ class LayerPolicy:
     def as_megatron(self) -> LayerPolicy:
         """This choice with all that Megatron reruns for it.
 
-        Raises:
-            PolicyError: it has what Megatron lacks: parts, modules, an early begin.
-        """
+        Raises: PolicyError if it has what Megatron lacks: parts, modules, an early begin."""
         if self.own:
             raise PolicyError(
                 f"{self} as Megatron's own checkpoints run it: they have no {', '.join(self.own)}. "
@@ -269,21 +266,13 @@ class RecomputePolicy:
                     f"{layer!r:.80} is no LayerPolicy. To read texts: "
                     "RecomputePolicy.from_config(texts, num_layers=…)."
                 )
-        for run in self.runs():
-            if run.count % run.policy.group:
-                raise PolicyError(
-                    f"{run.policy}*{run.count}: {run.count} layers from layer {run.start} cannot "
-                    f"be cut into checkpoints of {run.policy.group}; give the rest its own group, "
-                    f"for example {_with_rest(run)}."
-                )
+        self.chunk_runs(range(len(self.layers)))
 
     @property
     def as_megatron(self) -> RecomputePolicy:
         """The policy that reruns all that Megatron's own checkpoints rerun.
 
-        Raises:
-            PolicyError: a layer has parts or modules that Megatron lacks.
-        """
+        Raises: PolicyError if a layer has parts or modules that Megatron lacks."""
         known = dict[LayerPolicy, LayerPolicy]()
         for index, layer in enumerate(self.layers):
             try:
@@ -338,28 +327,17 @@ class RecomputePolicy:
         cls, value: str | Sequence[str] | Mapping[str, Any], **model: Any
     ) -> RecomputePolicy:
         """Read the value of a config field: text, a list of choices, or a policy or plan as dict;
-        or a dict with one of these for each block.
+        or a dict with one of these for each block. Keyword arguments are those of `parse`.
 
-        Args:
-            value: of the field.
-            model: as the keyword arguments of `parse`.
-
-        Raises:
-            PolicyError: the value is of none of these forms or covers another number of layers.
-        """
+        Raises: PolicyError if it is of none of these forms or covers another number of layers."""
         return _Reader(**model).read(value)
 
     @classmethod
     def load(cls, path: str | Path, **model: Any) -> RecomputePolicy:
-        """Read a JSON file (a policy or a plan) or a text file in the policy grammar.
+        """Read a JSON file (a policy or a plan) or a text file in the policy grammar. Keyword
+        arguments are those of `parse`.
 
-        Args:
-            path: of the file.
-            model: as the keyword arguments of `parse`.
-
-        Raises:
-            PolicyError: the file cannot be read, or contains no policy for `num_layers` layers.
-        """
+        Raises: PolicyError if it cannot be read, or has no policy for `num_layers` layers."""
         return _Reader(**model).load(path)
 
     def format(self, blocks: Blocks | None = None) -> str:
@@ -387,37 +365,24 @@ class RecomputePolicy:
 
     def runs(self) -> tuple[Run, ...]:
         """The maximal runs of equal layers, in layer order."""
-        return tuple(_runs(self.layers))
-
-    def checked_length(self, num_layers: int, asked: str) -> RecomputePolicy:
-        """This policy, if it covers `num_layers` layers.
-
-        Args:
-            num_layers: layers of the model, multi-token-prediction depths included.
-            asked: what the error message calls this policy.
-
-        Raises:
-            PolicyError: it covers another number of layers.
-        """
-        _check_length(len(self.layers), num_layers, asked)
-        return self
+        return self.chunk_runs(range(len(self.layers)))
 
     def chunk_runs(self, layers: Sequence[int]) -> tuple[Run, ...]:
         """The runs within one pipeline chunk, `start` counted from the chunk's first layer.
 
-        Raises:
-            PolicyError: a group of full layers does not end where the chunk ends.
-        """
-        runs = tuple(_runs([self.layers[index] for index in layers]))
-        for run in runs:
-            if run.count % run.policy.group:
+        Raises: PolicyError if a group of full layers does not end where the chunk ends."""
+        runs, start = [], 0
+        for policy, members in itertools.groupby(self.layers[index] for index in layers):
+            runs.append(Run(start, len(list(members)), policy))
+            start += runs[-1].count
+            if runs[-1].count % policy.group:
                 raise PolicyError(
-                    f"{run.policy} from layer {layers[run.start]}: the pipeline chunk with layers "
-                    f"{layers[0]} to {layers[-1]} gives it {run.count} layers, which is no "
-                    f"multiple of {run.policy.group}; a checkpoint cannot span two chunks. "
-                    f"Use for example {_with_rest(run)} there."
+                    f"{policy} from layer {layers[runs[-1].start]} cannot be cut into checkpoints "
+                    f"of {policy.group}: it has {runs[-1].count} of layers {layers[0]} to "
+                    f"{layers[-1]}, which are the model's or a pipeline chunk's, and a checkpoint "
+                    "cannot span two chunks. Give the rest a group of its own."
                 )
-        return runs
+        return tuple(runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,11 +411,10 @@ class MegatronStrategy:
         if match is None:
             raise PolicyError(f"Cannot read {text!r}: {GRAMMAR}.")
         if match["method"] is not None:
-            n = int(match["n"])
-            if n < 1 and match["method"] == "uniform":
+            method: Any = match["method"]
+            if int(match["n"]) < 1 and method == "uniform":
                 raise PolicyError(f"{text!r}: uniform needs at least one layer in a checkpoint.")
-            methods: Sequence[Counted] = ("block", "uniform", "cpu_offloading")
-            return cls(next(one for one in methods if one == match["method"]), (), n)
+            return cls(method, (), int(match["n"]))
         offload = LayerPolicy(offload=_modules(match["alone"] or match["offload"])).offload
         if match["alone"] is not None or text.startswith("megatron:none"):
             return cls("none", offload=offload)
@@ -470,21 +434,12 @@ class MegatronStrategy:
         return f"megatron:{self.method}/{self.recompute_num_layers}"
 
     def policy(
-        self,
-        num_layers: int,
-        layout: Sequence[Sequence[int]] | None = None,
-        depth_layers: int = 0,
+        self, num_layers: int, layout: Sequence[Sequence[int]] | None = None, depth_layers: int = 0
     ) -> RecomputePolicy:
-        """A choice for every layer; like Megatron, it counts layers afresh in every chunk.
+        """A choice for every layer; like Megatron, it counts layers afresh in every chunk. The
+        arguments are those of `RecomputePolicy.parse`.
 
-        Args:
-            num_layers: layers of the model, multi-token-prediction depths included.
-            layout: as `RecomputePolicy.parse` takes it.
-            depth_layers: as `RecomputePolicy.parse` takes it.
-
-        Raises:
-            PolicyError: Megatron refuses this setting with multi-token prediction.
-        """
+        Raises: PolicyError where Megatron refuses this setting with multi-token prediction."""
         chunks = layout or [range(num_layers)]
         granularity: Granularity = "selective" if self.modules else "none"
         same = LayerPolicy(granularity, self.modules, offload=self.offload)
@@ -567,7 +522,7 @@ class _Reader:
             return RecomputePolicy((runs[0][0],) * self.num_layers)
         # Checked before the list is made: a mistyped count could exceed all memory.
         counted = [(choice, 1 if count is None else count) for choice, count in runs]
-        _check_length(sum(count for _, count in counted), self.num_layers, text)
+        check_length(sum(count for _, count in counted), self.num_layers, text)
         return RecomputePolicy(tuple(choice for choice, n in counted for _ in range(n)))
 
     def _of_list(self, value: Any) -> RecomputePolicy:
@@ -577,8 +532,8 @@ class _Reader:
                 'layer such as ["full", "none"], or a dict with the key "recompute_policy" or with '
                 f"the names of all blocks ({', '.join(self.blocks or [DECODER])})."
             )
-        policy = RecomputePolicy(tuple(LayerPolicy.parse(item) for item in value))
-        return policy.checked_length(self.num_layers, f"a list of {len(value)} choices")
+        check_length(len(value), self.num_layers, f"a list of {len(value)} choices")
+        return RecomputePolicy(tuple(LayerPolicy.parse(item) for item in value))
 
     def _of_blocks(self, parts: Mapping[str, Any]) -> RecomputePolicy:
         layers: list[LayerPolicy] = []
@@ -588,7 +543,8 @@ class _Reader:
                 layers += block.read(part).layers
             except PolicyError as error:
                 raise PolicyError(f"Of {name}: {error}") from error
-        return RecomputePolicy(tuple(layers)).checked_length(self.num_layers, "The policy")
+        check_length(len(layers), self.num_layers, "The policy")
+        return RecomputePolicy(tuple(layers))
 
 
 def _text(given: Any) -> str:
@@ -605,20 +561,6 @@ def _depths(num_layers: int, chunks: Sequence[Sequence[int]]) -> list[int]:
     return sorted(set(range(num_layers)) - {index for chunk in chunks for index in chunk})
 
 
-def _runs(layers: Sequence[LayerPolicy]) -> Iterator[Run]:
-    start = 0
-    for policy, members in itertools.groupby(layers):
-        count = len(list(members))
-        yield Run(start, count, policy)
-        start += count
-
-
-def _with_rest(run: Run) -> str:
-    whole, rest = run.count - run.count % run.policy.group, run.count % run.policy.group
-    parts = [f"{run.policy}*{whole}"] if whole else []
-    return ",".join([*parts, f"{replace(run.policy, group=rest)}*{rest}"])
-
-
 def _parse_run(part: str, text: str) -> tuple[LayerPolicy, int | None]:
     """A choice, and how many layers have it; None if that is not said."""
     name, star, count = part.strip().partition("*")
@@ -633,7 +575,8 @@ def _parse_run(part: str, text: str) -> tuple[LayerPolicy, int | None]:
     return choice, int(count) if star else None
 
 
-def _check_length(covered: int, num_layers: int, asked: str) -> None:
+def check_length(covered: int, num_layers: int, asked: str) -> None:
+    """Raise PolicyError if `asked` covers another number of layers than the model has."""
     if covered != num_layers:
         raise PolicyError(
             f"{asked} covers {covered} layers, the model has {num_layers} "

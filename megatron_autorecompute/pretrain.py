@@ -29,9 +29,7 @@ POLICY_HELP = f"what every layer recomputes: auto measures and solves; otherwise
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script named first in `arguments` (default: `sys.argv[1:]`) as `__main__`.
 
-    Raises:
-        SystemExit: with the reason printed and the exit code of an `AutorecomputeError`.
-    """
+    Raises: SystemExit with the reason printed and the exit code of an `AutorecomputeError`."""
     command = list(sys.argv[1:] if arguments is None else arguments)
     if command[:1] in (["-h"], ["--help"]):
         _parser().print_help()
@@ -73,15 +71,10 @@ def _run(script: str) -> None:
 
 
 def _script(command: Sequence[str]) -> str:
-    if not command or command[0].startswith("-"):
+    if not command or not os.path.isfile(command[0]):
         raise OptionError(
             f"The first argument is {command[0] if command else 'missing'}; it must be the path of "
             "a Megatron-LM script: python -m megatron_autorecompute.pretrain pretrain_gpt.py FLAGS."
-        )
-    if not os.path.isfile(command[0]):
-        raise OptionError(
-            f"There is no file {command[0]}: give the path of a Megatron-LM script such as "
-            "pretrain_gpt.py first, then its flags."
         )
     return command[0]
 

@@ -758,7 +758,7 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile to a file, as a whole or not at all."""
-        json_records.save(self, path)
+        json_records.write_atomically(self.to_json(), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -191,7 +191,7 @@ class Comparison:
 
     def save(self, path: str | Path) -> None:
         """Write the record to a file, as a whole or not at all."""
-        json_records.save(self, path)
+        json_records.write_atomically(json_records.to_json(self), path)
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:

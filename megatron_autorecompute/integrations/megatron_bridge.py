@@ -29,10 +29,7 @@ from megatron_autorecompute.planner import launch_lines
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
-    as_field,
-    refuse_beyond_device,
-    refuse_percentile,
-    refuse_unmeasurable,
+    refuse_for_auto,
     refuse_without_auto,
 )
 
@@ -102,12 +99,8 @@ def _core_config(model: Any) -> Any:
 
 
 def fields_of_policy(policy: RecomputePolicy, model: Any) -> dict[str, Any] | None:
-    """The policy in Megatron's own fields, or None if they cannot express or run it.
-
-    Args:
-        policy: one choice for every layer.
-        model: `cfg.model`; `uniform` and `block` count in the chunks of its pipeline layout.
-    """
+    """The policy in Megatron's own fields, or None if they cannot express or run it. `uniform` and
+    `block` count in the chunks of the pipeline layout of `model`, which is `cfg.model`."""
     from megatron_autorecompute.compat import stage_layout
 
     config = _core_config(model)
@@ -132,9 +125,6 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
     gradients, and Bridge's `maybe_enable_recompute_inputs_grad` mends this for `full` only.
     One that names several blocks becomes a dict with the names; only the built model can check it.
 
-    Args:
-        cfg: Bridge's ConfigContainer, not yet given to Bridge's `pretrain`.
-
     Returns:
         The policy, or None when there is none, it is `auto` or it names several blocks.
 
@@ -152,7 +142,7 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
         return None
     config_field.refuse_contradiction(config)
     if value == "auto":
-        refuse_unmeasurable(config, as_field)
+        refuse_for_auto(AutoOptions(), config)
         return None
     value = config_field.without_file(value, config)
     if config_field.names_several_blocks(value):
@@ -163,15 +153,11 @@ def resolve(cfg: Any) -> RecomputePolicy | None:
         as_trained = copy.copy(config)
         as_trained.overlap_moe_expert_parallel_comm = True  # as Bridge does when it trains
         rules.check_allowed(as_trained, policy)
-    fields = _lasting_fields(policy, cfg)
+    fields = None if cfg.peft is not None else fields_of_policy(policy, cfg.model)
     for name, value in (fields or {}).items():
         setattr(config, name, value)
     setattr(config, POLICY_FIELD, None if fields is not None else policy.to_config())
     return policy
-
-
-def _lasting_fields(policy: RecomputePolicy, cfg: Any) -> dict[str, Any] | None:
-    return None if cfg.peft is not None else fields_of_policy(policy, cfg.model)
 
 
 def policy_hook(value: Any, in_fields: bool = False) -> Callable[[list[Any]], list[Any]]:
@@ -248,16 +234,18 @@ def pretrain(
     options = options or AutoOptions()
     config = _core_config(cfg.model)
     given = getattr(config, POLICY_FIELD, None)
-    is_auto = given == "auto"
-    refuse_without_auto(options, given, as_field)
+    refuse_without_auto(options, given)
     if given is not None:
         setattr(config, POLICY_FIELD, options.field_of(given))
-    if is_auto:
-        refuse_percentile(options, config)
-        refuse_beyond_device(options)
-    _refuse_cpu(options)
+    if given == "auto":
+        refuse_for_auto(options, config)
+    if options.recompute_run_on_cpu:
+        raise OptionError(
+            "--recompute-run-on-cpu was given, but Megatron Bridge trains on CUDA devices only. "
+            "Leave it out; Megatron-LM runs on CPU with python -m megatron_autorecompute.pretrain."
+        )
     resolve(cfg)
-    if is_auto:
+    if given == "auto":
         with claimed(), callback(options) as tuning:
             bridge_pretrain(cfg, forward_step_func, [tuning, *callbacks])
         return
@@ -265,14 +253,6 @@ def pretrain(
         value = getattr(config, POLICY_FIELD)
         register(cfg.model, policy_hook(value or given, in_fields=value is None))
     bridge_pretrain(cfg, forward_step_func, list(callbacks))
-
-
-def _refuse_cpu(options: AutoOptions) -> None:
-    if options.recompute_run_on_cpu:
-        raise OptionError(
-            "--recompute-run-on-cpu was given, but Megatron Bridge trains on CUDA devices only. "
-            "Leave it out; Megatron-LM runs on CPU with python -m megatron_autorecompute.pretrain."
-        )
 
 
 @contextmanager
@@ -358,5 +338,6 @@ def _say_lines(policy: RecomputePolicy, cfg: Any, model: Any) -> None:
 def recipe_lines(policy: RecomputePolicy, cfg: Any, blocks: Blocks | None = None) -> list[str]:
     """Python lines that set the policy in a recipe, in the form that `resolve` writes; of several
     blocks of a model each by its name."""
-    fields = _lasting_fields(policy, cfg) if len(blocks or ()) < 2 else None
+    alone = cfg.peft is None and len(blocks or ()) < 2
+    fields = fields_of_policy(policy, cfg.model) if alone else None
     return launch_lines.recipe_lines(policy, fields, blocks)

@@ -32,9 +32,7 @@ from megatron_autorecompute.planner.cost.hybrid_pattern import check_flags
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
-    refuse_beyond_device,
-    refuse_percentile,
-    refuse_unmeasurable,
+    refuse_for_auto,
     refuse_without_auto,
 )
 
@@ -145,9 +143,7 @@ def check(args: Namespace) -> None:
     if policy != "auto":
         job_policy = _checked(policy, model_config, args)
         return
-    refuse_unmeasurable(model_config)
-    refuse_percentile(options, model_config)
-    refuse_beyond_device(options)
+    refuse_for_auto(options, model_config)
     config_field.claim_auto(HOLDER)
     atexit.register(_say_nothing_trained)
 
@@ -194,10 +190,8 @@ def _checked(given: str, model_config: Any, args: Namespace) -> Any:
 def with_tuner(train: Function) -> Function:
     """For `train`: under auto, an `Auto` for the whole training.
 
-    Raises:
-        SystemExit: with the reason printed, if no part of this model can run a policy, or the
-            policy or plan does not work.
-    """
+    Raises: SystemExit with the reason printed, if no part of this model can run a policy, or the
+    policy or plan does not work."""
 
     @_decorates(train)
     def wrapper(
@@ -260,20 +254,16 @@ def _check_all_given(args: Namespace) -> None:
     """Raise the same error on every rank if their policies differ; otherwise they would hang."""
     from megatron_autorecompute.runtime.ranks import all_gather
 
-    said = all_gather(_given(args))
+    mine = args.recompute_policy or "nothing"
+    if job_policy is not None:
+        mine = f"policy {hashlib.sha256(str(_shown(job_policy)).encode()).hexdigest()[:12]}"
+    said = all_gather(mine)
     if len(set(said)) > 1:
         held = "; ".join(f"rank {rank}: {what}" for rank, what in enumerate(said))
         raise ApplyError(
             "The ranks have different values of --recompute-policy and would wait for each other: "
             f"{held}. Start every rank with the same flags, and with files of the same content."
         )
-
-
-def _given(args: Namespace) -> str:
-    """What this rank was given, as text: nothing, auto, or a policy's digest."""
-    if job_policy is None:
-        return args.recompute_policy or "nothing"
-    return f"policy {hashlib.sha256(str(_shown(job_policy)).encode()).hexdigest()[:12]}"
 
 
 def _shown(policy: Any) -> Any:
@@ -392,9 +382,7 @@ def install() -> None:
 def prepare_cpu() -> None:
     """Prepare a run on CPU, for `--recompute-run-on-cpu`; call it before `install`.
 
-    Raises:
-        MachineError: CUDA is available, or there is no `megatron.training` on sys.path.
-    """
+    Raises: MachineError if CUDA is available, or there is no `megatron.training` on sys.path."""
     global _on_cpu
     _require_training()
     from megatron_autorecompute.meta import without_cuda

@@ -1,23 +1,17 @@
-"""matplotlib's figures as SVG, as files and as pixels, without pyplot: a program's own figures stay
-as they are. A unit of an SVG is a point of matplotlib."""
+"""matplotlib's figures as SVG and as files, without pyplot. A unit of an SVG is a point of
+matplotlib."""
 
 from __future__ import annotations
 
 import io
 import re
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 from matplotlib import rc_context
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from numpy.typing import NDArray
 
 from megatron_autorecompute.json_records import write_atomically
 
-Image = NDArray[np.uint8]
-"""Height, width, and red, green and blue."""
 POINTS = 72
 """Points of an inch."""
 DPI = 110
@@ -61,11 +55,3 @@ def save_picture(figure: Figure, path: Path) -> None:
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=DPI)
     write_atomically(image.getvalue(), path)
-
-
-def pixels(figure: Figure) -> Image:
-    """A figure as pixels."""
-    figure.set_dpi(DPI)
-    canvas: Any = FigureCanvasAgg(figure)  # its methods have no types
-    canvas.draw()
-    return np.array(canvas.buffer_rgba(), np.uint8)[:, :, :3].copy()

@@ -33,7 +33,7 @@ from megatron_autorecompute.compat import (
 from megatron_autorecompute.compat.offload_modules import HostMemory
 from megatron_autorecompute.compat.untyped import Block, Layer
 from megatron_autorecompute.errors import ApplyError, AutorecomputeError, PolicyError
-from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy, Run
+from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy, Run, check_length
 from megatron_autorecompute.runtime import layer_checkpoints
 from megatron_autorecompute.runtime.norm_again import NormAgain
 from megatron_autorecompute.runtime.run_once import EarlyBegin, Part, Scope, begin_early
@@ -256,7 +256,7 @@ class _Sites:
                     f"{owner.__dict__[HOLDER_KEY].holder}: undo() it or switch() to the new one. "
                     "Where the model came with it, as a copy does, in_force(model) gives it."
                 )
-        policy.checked_length(self.num_layers, "The policy")
+        check_length(len(policy.layers), self.num_layers, "The policy")
         layer_checkpoints.check_beside_offload(policy)
         for config in self.configs:
             if rules.own_recompute(config) is not None:

@@ -15,6 +15,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from megatron_autorecompute.runtime.apply import HOLDER_KEY
 from megatron_autorecompute.runtime.auto_options import AHEAD_CHOICES, AutoOptions
 from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.controller import Auto
-from megatron_autorecompute.runtime.job_facts import FixedCalls, JobFacts, Program
+from megatron_autorecompute.runtime.job_facts import FixedCalls, JobFacts, Program, Reporting
 from megatron_autorecompute.runtime.ranks import all_gather, is_first_rank
 
 
@@ -106,10 +107,7 @@ def attach(
         parallelism=_parallelism(config, program),
         num_microbatches=num_microbatches,
         say=lambda text: say(text) if is_first_rank() else None,
-        timers=program.timers,
-        shapes=program.shapes,
-        writers=program.writers,
-        iteration=program.iteration,
+        **{each.name: getattr(program, each.name) for each in fields(Reporting)},
         without_cuda=not torch.cuda.is_available(),
         calls=calls,
         on_close=put_back,
@@ -136,9 +134,7 @@ class _Arguments(AutoOptions):
 def _chunks(given: Any) -> list[torch.nn.Module]:
     """The model chunks, of what was given as them.
 
-    Raises:
-        OptionError: these are no chunks of a Megatron model.
-    """
+    Raises: OptionError if these are no chunks of a Megatron model."""
     alone = isinstance(given, torch.nn.Module) and not isinstance(given, torch.nn.ModuleList)
     chunks: list[Any] = [given] if alone else list(given) if isinstance(given, Iterable) else []
     for chunk in chunks or [given]:
@@ -217,6 +213,9 @@ def _fewest_microbatches(config: Any, num_chunks: int) -> int:
 # --- recompute that a config sets -----------------------------------------------------------------
 
 
+_OWN = {**NO_RECOMPUTE, "moe_layer_recompute": False}
+
+
 def _configs(chunks: Sequence[torch.nn.Module]) -> Iterator[Any]:
     """Every config of the model that can set recompute, once; not one that a policy stands in."""
     seen = set()
@@ -238,9 +237,7 @@ def _refuse(chunks: Sequence[torch.nn.Module]) -> None:
         if own is None:
             continue
         lines = ", ".join(
-            f"{name}={value!r}"
-            for name in (*NO_RECOMPUTE, "moe_layer_recompute")
-            if (value := getattr(config, name, None))
+            f"{name}={value!r}" for name in _OWN if (value := getattr(config, name, None))
         )
         raise OptionError(
             f"The model's config sets recompute of its own ({own}). Remove {lines} from it, or "
@@ -252,7 +249,7 @@ def _replaced(chunks: Sequence[torch.nn.Module]) -> Callable[[], None]:
     """Take recompute out of the configs; returns what puts it back."""
     before = []
     for config in _configs(chunks):
-        for name, nothing in {**NO_RECOMPUTE, "moe_layer_recompute": False}.items():
+        for name, nothing in _OWN.items():
             if hasattr(config, name):
                 before.append((config, name, getattr(config, name)))
                 setattr(config, name, nothing)

@@ -8,7 +8,6 @@ dataclass itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any, ClassVar
@@ -74,8 +73,7 @@ class AutoOptions:
         "backward reads, and auto measures and plans only these",
     )
     recompute_allow_offload: bool = option(
-        False,
-        "also measure and plan Megatron's fine-grained activation offloading",
+        False, "also measure and plan Megatron's fine-grained activation offloading"
     )
     recompute_run_on_cpu: bool = option(
         False,
@@ -174,55 +172,50 @@ def budget_reason(options: AutoOptions) -> str:
     return "the device's memory less what lies outside torch and the measured fragmentation"
 
 
-Spelled = Callable[[str, Any], str]
-"""How a program writes a setting, from the name of its field and its value."""
-
-
-def as_flag(name: str, value: Any) -> str:
-    """The setting as a flag of Megatron: `--cuda-graph-impl local`, or `--bf16` for True."""
-    flag = f"--{name.replace('_', '-')}"
-    return flag if value is True else f"{flag} {value}"
-
-
-def as_field(name: str, value: Any) -> str:
-    """The setting as a field of a Megatron Bridge config: `model.cuda_graph_impl=local`."""
-    return f"model.{name}={value}"
-
-
-def refuse_without_auto(options: AutoOptions, policy: Any, spelled: Spelled = as_flag) -> None:
-    """Raise OptionError for options that only auto uses, without auto.
-
-    Args:
-        options: as the user gave them.
-        policy: the value of the config's field; None if there is none.
-        spelled: how to write settings in the error.
-    """
+def refuse_without_auto(options: AutoOptions, policy: Any) -> None:
+    """Raise OptionError for options that only auto uses, if another policy or none is given."""
     used = ["recompute_run_on_cpu", *["recompute_choices"] * (policy is not None)]
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
     unused = [
-        as_flag(field.name, getattr(options, field.name))
+        f"--{field.name.replace('_', '-')}" + f" {values[field.name]}" * (field.type != "bool")
         for field in fields(options)
-        if field.name not in used and getattr(options, field.name) != field.default
+        if field.name not in used and values[field.name] != field.default
     ]
     if unused and policy != "auto":
-        given = "no policy" if policy is None else f"{spelled('recompute_policy', policy):.60}"
+        given = "no policy" if policy is None else f"recompute_policy={policy!s:.60}"
         raise OptionError(
-            f"{', '.join(unused)}: given with {given}, and only auto uses that. Give "
-            f"{spelled('recompute_policy', 'auto')}, or leave {' and '.join(unused)} out."
+            f"{', '.join(unused)}: given with {given}, and only auto uses that. Give the policy "
+            f"auto, or leave {' and '.join(unused)} out."
         )
 
 
-def refuse_percentile(options: AutoOptions, config: Any) -> None:
-    """Raise OptionError for a percentile of uneven routing in a model that routes nothing."""
+def refuse_for_auto(options: AutoOptions, config: Any) -> None:
+    """Raise OptionError for a config whose steps auto cannot measure, and for options that do not
+    go with it or with this machine."""
+    _refuse_beyond_device(options)
     percentile = options.recompute_imbalance_percentile
     if percentile != IMBALANCE_PERCENTILE and not config.num_moe_experts:
-        flag = as_flag("recompute_imbalance_percentile", f"{percentile:g}")
         raise OptionError(
-            f"{flag}: it is for layers with experts, and this model has none. Leave it out."
+            f"--recompute-imbalance-percentile {percentile:g}: it is for layers with experts, and "
+            "this model has none. Leave it out."
+        )
+    if config.cuda_graph_impl != "none":
+        raise OptionError(
+            f"recompute_policy=auto was given with cuda_graph_impl={config.cuda_graph_impl}: auto "
+            "measures by varying the choices, and a CUDA graph keeps those it was captured with. "
+            "Run auto for a few steps with cuda_graph_impl=none and a plan path, then give "
+            "recompute_policy=@PLAN."
+        )
+    if config.overlap_moe_expert_parallel_comm:
+        raise OptionError(
+            "recompute_policy=auto was given with overlap_moe_expert_parallel_comm: there "
+            "Megatron alternates between parts of layers of two microbatches, but auto measures "
+            "whole layers. Give a policy as text, such as selective[layernorm], or @PLAN with a "
+            "plan made without a device (megatron-autorecompute estimate, then plan)."
         )
 
 
-def refuse_beyond_device(options: AutoOptions) -> None:
-    """Raise OptionError for a budget above the memory of a device; without CUDA, the machine's."""
+def _refuse_beyond_device(options: AutoOptions) -> None:
     import torch
 
     if torch.cuda.is_available():
@@ -233,29 +226,4 @@ def refuse_beyond_device(options: AutoOptions) -> None:
         raise OptionError(
             f"{options.BUDGET} {options.recompute_memory_budget_gib:g}: {whose} has "
             f"{gib(memory_bytes)} GiB. Give what torch may allocate of that."
-        )
-
-
-def refuse_unmeasurable(config: Any, spelled: Spelled = as_flag) -> None:
-    """Raise OptionError for a config whose steps `auto` cannot measure.
-
-    Args:
-        config: a TransformerConfig.
-        spelled: how to write settings in the error.
-    """
-    auto, plan = spelled("recompute_policy", "auto"), spelled("recompute_policy", "@PLAN")
-    if config.cuda_graph_impl != "none":
-        raise OptionError(
-            f"{auto} was given with {spelled('cuda_graph_impl', config.cuda_graph_impl)}: auto "
-            "measures by varying the choices, and a CUDA graph keeps those it was captured with. "
-            f"Run auto for a few steps with {spelled('cuda_graph_impl', 'none')} and a plan path, "
-            f"then give {plan}."
-        )
-    if config.overlap_moe_expert_parallel_comm:
-        raise OptionError(
-            f"{auto} was given with {spelled('overlap_moe_expert_parallel_comm', True)}: there "
-            "Megatron alternates between parts of layers of two microbatches, but auto measures "
-            "whole layers. Give a policy as text, such as "
-            f"{spelled('recompute_policy', 'selective[layernorm]')}, or {plan} with a plan made "
-            "without a device (megatron-autorecompute estimate, then plan)."
         )

@@ -99,9 +99,7 @@ class Calls:
     def say(self, tokens: Sequence[int]) -> None:
         """Keep the tokens of each microbatch of this rank's next call; forgotten after it.
 
-        Raises:
-            OptionError: not one positive whole number for each microbatch.
-        """
+        Raises: OptionError if it is not one positive whole number for each microbatch."""
         given: list[Any] = list(tokens) if isinstance(tokens, Iterable) else [tokens]
         said = [whole(one) for one in given]
         if not said or None in said or not isinstance(tokens, Iterable):
@@ -183,12 +181,8 @@ class Calls:
 
 
 class SeenTokens:
-    """Counts the tokens of every microbatch with gradients, on one rank.
-
-    Args:
-        chunks: this rank's model chunks.
-        split: over how many ranks sequence parallelism splits the hidden states.
-    """
+    """Counts the tokens of every microbatch with gradients, on one rank. Sequence parallelism
+    splits the hidden states over `split` ranks."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], split: int) -> None:
         self.longest = 0

@@ -10,6 +10,7 @@ what it needs from them.
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,22 +18,22 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.text import Text
 
 from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import ApplyError, OptionError
-from megatron_autorecompute.lines import Microbatch
-from megatron_autorecompute.planner.cost.lengths import Arrangement
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Parallelism
+from megatron_autorecompute.report.terminal import imbalance_lines, measured_step_view, stages_view
 from megatron_autorecompute.runtime import offload
 from megatron_autorecompute.runtime.apply import apply, blocks
 from megatron_autorecompute.runtime.auto_options import (
     AHEAD_CHOICES,
     MEGATRONS_CHOICES,
     AutoOptions,
-    refuse_beyond_device,
-    refuse_unmeasurable,
+    refuse_for_auto,
 )
 from megatron_autorecompute.runtime.calls import SeenTokens
 from megatron_autorecompute.runtime.decisions import Decisions
@@ -43,24 +44,20 @@ from megatron_autorecompute.runtime.model_shard import ModelShard, choices, mega
 from megatron_autorecompute.runtime.plan_in_force import PlanInForce, Step, climb
 from megatron_autorecompute.runtime.plan_store import PlanStore
 from megatron_autorecompute.runtime.ranks import all_reduce_max
-from megatron_autorecompute.runtime.reporting import report, tell
 from megatron_autorecompute.runtime.step_memory import StepMemory
-from megatron_autorecompute.units import gib
+from megatron_autorecompute.units import GIB, gib
 
 __all__ = ["Auto", "JobFacts"]
 
 Function = Callable[..., Any]
 _LOOK_UP = "get_forward_backward_func"
+WIDTH = 100
+"""Columns of a plan as text; a log has no terminal width."""
 
 
 class Auto:
-    """Finds, applies and watches the policy of one job; every rank makes one in the same way.
-
-    Args:
-        chunks: this rank's model chunks, built, without a policy.
-        optimizer: Megatron's optimizer on them; None if the job has none.
-        options: the user's options.
-        job: facts from the training program.
+    """Finds, applies and watches the policy of one job; every rank makes one in the same way, from
+    chunks without a policy.
 
     Raises:
         AutorecomputeError: auto cannot measure this config, a policy is in force on the model, no
@@ -68,15 +65,10 @@ class Auto:
     """
 
     def __init__(
-        self,
-        chunks: Sequence[torch.nn.Module],
-        optimizer: Any,
-        options: AutoOptions,
-        job: JobFacts,
+        self, chunks: Sequence[torch.nn.Module], optimizer: Any, options: AutoOptions, job: JobFacts
     ) -> None:
         self.optimizer, self.options, self.job = optimizer, options, job
-        refuse_unmeasurable(model_layers.unwrapped(chunks[0]).config)
-        refuse_beyond_device(options)
+        refuse_for_auto(options, model_layers.unwrapped(chunks[0]).config)
         self.shard = self._shard(chunks)
         varies = job.calls is not None
         self.memory = StepMemory(self.shard.chunks, optimizer, job.without_cuda)
@@ -170,12 +162,7 @@ class Auto:
         """`schedule` for a framework's module, without a change in it: until `close`, the name
         `get_forward_backward_func` in it gives Megatron's schedule as `schedule` returns it.
 
-        Args:
-            module: one that imported this name from Megatron and calls it before every step.
-
-        Raises:
-            OptionError: the module has no such name.
-        """
+        Raises: OptionError if the module has no such name."""
         plain = getattr(module, _LOOK_UP, None)
         if plain is None:
             raise OptionError(
@@ -214,19 +201,16 @@ class Auto:
         self.job.calls.say(tokens)
 
     @contextmanager
-    def step(
-        self, tokens: Sequence[int] | None = None, *, num_microbatches: int | None = None
-    ) -> Iterator[None]:
+    def step(self, *, num_microbatches: int | None = None) -> Iterator[None]:
         """Around one training call of the schedule, or one training step, on every rank.
 
         Args:
-            tokens: the tokens of each microbatch on this rank, if the loop knows; as `tokens` says.
             num_microbatches: how many this call has, if the loop knows; ranks may differ.
 
         Raises:
             ApplyError: this object was closed, an error ended it, or a call runs already.
-            OptionError: as `tokens`; or other numbers of microbatches were given in both, or than
-                every call of the job has.
+            OptionError: `tokens` was given another number of microbatches, or every call of the
+                job has another one.
             AutorecomputeError: as `measuring` and `plan_in_force` say.
         """
         if self._closed:
@@ -238,8 +222,6 @@ class Auto:
             )
         self._inside = True
         try:
-            if tokens is not None:
-                self.tokens(tokens)
             self._agree(num_microbatches)
             with self._next_step(), self._seen.counting():
                 yield
@@ -280,9 +262,7 @@ class Auto:
     def close(self) -> None:
         """Stop, and give the model back as it was; a second call does nothing.
 
-        Raises:
-            ApplyError: a training call runs.
-        """
+        Raises: ApplyError while a training call runs."""
         if self._closed:
             return
         if self._inside:
@@ -345,36 +325,29 @@ class Auto:
         if self.plan is None:
             return f"recompute auto: measuring, {self.steps} steps done"
         own = f"rank's last peak {gib(self.peak_bytes)} GiB on stage {self.shard.stage}"
-        return f"{report(self.plan, self.decisions, None)}; this {own}"
+        return f"{self._table(self.plan, None)}; this {own}"
+
+    def _table(self, plan: Plan, peaks: Sequence[int] | None) -> str:
+        """A row per stage with its measured peak, if it is known, a legend, notes, and the step's
+        time beside others'. The predicted peak contains the bytes that were added after the job ran
+        short of memory."""
+        lean_ms = self.decisions.problem(plan.profile).cost(self.decisions.leanest).step_ms
+        manual = "none of Megatron's own settings fits"
+        if plan.best_manual is not None:
+            manual = f"best manual {plan.best_manual.name} {plan.best_manual.step_ms:,.0f} ms"
+        notes = *plan.notes, *imbalance_lines(plan.profile, plan.imbalance_percentile)
+        text = io.StringIO()
+        console = Console(file=text, width=WIDTH, highlight=False)
+        console.print("recompute auto: the plan", stages_view(plan, peaks), sep="\n")
+        console.print(*map(Text, notes), *measured_step_view(plan), sep="\n")
+        steps = f"predicted step {plan.cost.step_ms:,.0f} ms; full recompute {lean_ms:,.0f} ms"
+        return f"{text.getvalue().rstrip()}\nrecompute auto: {steps}; {manual}"
 
     @property
     def routed(self) -> tuple[Mapping[int, int], ...]:
         """Rows that this rank's experts got in each microbatch of the last training call, by layer.
         A token counts once for each of its experts here. Layers without experts have none."""
         return tuple(self._seen.routed)
-
-    def predicted_peaks(
-        self, lengths: Sequence[int | Sequence[int]], routed: Sequence[Mapping[int, int]] = ()
-    ) -> tuple[int, ...]:
-        """Peak bytes of every stage in a call with these microbatches, under the policy in force.
-
-        Args:
-            lengths: tokens of each microbatch on this rank, in order; of a packed one, a list of
-                its samples' tokens.
-            routed: as the property has it after a call. Layers that are not named got the most
-                tokens that were seen so far.
-
-        Raises:
-            OptionError: there is no plan yet.
-            ProfileError: the job's microbatches have one length.
-        """
-        if self.plan is None:
-            raise OptionError("There is no plan yet: the first training calls measure.")
-        given = tuple(Microbatch.packed([one] if isinstance(one, int) else one) for one in lengths)
-        schedule = self.shard.schedule(len(lengths))
-        layout, named = self.shard.layout, tuple(routed) if any(routed) else ()
-        call = Arrangement(self.plan.profile, layout, schedule, self.policy, given, named)
-        return tuple(call.peaks())
 
     @property
     def steps(self) -> int:
@@ -401,7 +374,25 @@ class Auto:
             self._in_force.run(plan, f"the plan in {self._store.path}")
             yield from self._in_force.warm_up(plan)
             plan = yield from self._in_force.one_step(plan, reads_bytes=True)
-        tell(plan, self.decisions, self.steps)
+        self._tell(plan)
         if self.options.recompute_plan_only:
             raise SystemExit(0)
         yield from self._in_force.steps(plan)
+
+    def _tell(self, plan: Plan) -> None:
+        """Print the plan, and write its figures to TensorBoard and Weights & Biases."""
+        job, figures = self.job, dict[str, float]()
+        peaks = self.decisions.peaks() if self.steps else None
+        job.say(self._table(plan, peaks))
+        for stage, cost in enumerate(plan.cost.stages):
+            if peaks is not None:
+                figures[f"recompute/measured_peak_gib/stage{stage}"] = peaks[stage] / GIB
+            figures[f"recompute/predicted_peak_gib/stage{stage}"] = cost.peak.bytes / GIB
+            figures[f"recompute/recompute_ms/stage{stage}"] = cost.recompute_ms
+        iteration = self.steps if job.iteration is None else job.iteration()
+        for writer in job.writers():
+            if not hasattr(writer, "add_scalar"):  # Weights & Biases
+                writer.log(figures, iteration)
+                continue
+            for name, value in figures.items():
+                writer.add_scalar(name, value, iteration)

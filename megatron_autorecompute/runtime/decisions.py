@@ -12,7 +12,6 @@ from typing import Any
 from megatron_autorecompute.compat import rules
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.cost.lengths import profile_at
-from megatron_autorecompute.planner.cost.policy_cost import StageCost
 from megatron_autorecompute.planner.plan import Plan, make_plan, plan_early_if_it_pays
 from megatron_autorecompute.planner.search.problem import NO_LIMIT, Budget, Problem
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
@@ -36,14 +35,7 @@ NOTCHES = 16
 
 
 class Decisions:
-    """Decides for one job; every rank makes one in the same way.
-
-    Args:
-        shard: this rank's model.
-        memory: what this rank allocated.
-        options: the user's options.
-        job: facts from the training program.
-    """
+    """Decides for one job; every rank makes one in the same way."""
 
     def __init__(
         self, shard: ModelShard, memory: StepMemory, options: AutoOptions, job: JobFacts
@@ -55,8 +47,8 @@ class Decisions:
 
     def problem(self, profile: Profile, budgets: Budget = NO_LIMIT) -> Problem:
         """The problem for the microbatches of the next step, their number and their length."""
-        shape = None if self.job.calls is None else self.job.calls.shape
-        if shape is not None and shape.tokens:
+        shape = self.job.shape
+        if shape is not None:
             profile = profile_at(profile, shape.microbatch, shape.call_tokens)
         return Problem(
             profile,
@@ -72,18 +64,14 @@ class Decisions:
         A running job does not end because a budget is too small: a stage whose leanest choices need
         more than its budget is planned for what they need, and this is said.
 
-        Raises:
-            InfeasibleError: with plan only, a stage needs more than its budget.
-        """
+        Raises: InfeasibleError if, with plan only, a stage needs more than its budget."""
         if not self.options.recompute_plan_only:
             budgets = self._at_least_lean(budgets, self.lean_peaks(profile))
         problem = self.problem(profile, budgets)
-        return on_rank_0(lambda: self._made(problem, notes))
-
-    def _made(self, problem: Problem, notes: Sequence[str]) -> Plan:
         asked = self.options.recompute_choices == AHEAD_CHOICES
         early = asked and rules.is_allowed(self.shard.config, LayerPolicy("full", ahead=True))
-        return plan_early_if_it_pays(problem, notes) if early else make_plan(problem, notes=notes)
+        make = plan_early_if_it_pays if early else make_plan
+        return on_rank_0(lambda: make(problem, notes=notes))
 
     def _at_least_lean(self, budgets: Sequence[int], lean: Sequence[int]) -> list[int]:
         for stage, (budget, least) in enumerate(zip(budgets, lean, strict=True)):
@@ -97,10 +85,7 @@ class Decisions:
 
     def lean_peaks(self, profile: Profile) -> list[int]:
         """Predicted peak bytes of every stage under its leanest choices, high end."""
-        return [cost.peak_high_bytes for cost in self._lean_costs(profile)]
-
-    def _lean_costs(self, profile: Profile) -> Sequence[StageCost]:
-        return self.problem(profile).cost(self.leanest).stages
+        return [cost.peak_high_bytes for cost in self.problem(profile).cost(self.leanest).stages]
 
     # --- the plan file ----------------------------------------------------------------------------
 
@@ -116,9 +101,10 @@ class Decisions:
             "percentile": (plan.imbalance_percentile, self.options.recompute_imbalance_percentile),
             "microbatches": (plan.schedule.num_microbatches, self.job.num_microbatches()),
         }
-        shape = None if self.job.calls is None else self.job.calls.shape
-        if shape is not None and shape.tokens:
-            asked["tokens of a microbatch"] = _tokens(plan.profile), shape.tokens
+        if self.job.shape is not None:
+            sizes = plan.profile.parallelism
+            tokens = sizes.seq_length // sizes.context_parallel
+            asked["tokens of a microbatch"] = tokens, self.job.shape.tokens
         other = [
             f"{what} {_shown(was)}, now {_shown(now)}"
             for what, (was, now) in asked.items()
@@ -173,9 +159,7 @@ class Decisions:
     def too_lean(self, step: int) -> str | None:
         """What is over the budget after a step under the leanest policy; None if nothing is.
 
-        Raises:
-            InfeasibleError: with plan only, some stage needed more than its budget.
-        """
+        Raises: InfeasibleError if, with plan only, some stage needed more than its budget."""
         peaks, budgets = self.peaks(), self.found_budgets()
         stage = max(range(len(peaks)), key=lambda stage: peaks[stage] - budgets[stage])
         if peaks[stage] <= budgets[stage]:
@@ -198,23 +182,14 @@ class Decisions:
         """The profile with the figures from which budgets are found, and with what others hold.
 
         Other tensors on the device, such as a reference model, show as bytes that the prediction
-        for the leanest policy does not explain.
-
-        Args:
-            profile: as measured.
-            lean: peak bytes of every stage, measured under the leanest policy.
-        """
-        predicted = [cost.peak.bytes for cost in self._lean_costs(profile)]
+        for the leanest policy does not explain."""
+        costs = self.problem(profile).cost(self.leanest).stages
+        predicted = [cost.peak.bytes for cost in costs]
         return self._with_budgets(with_missed_bytes(profile, predicted, lean))
 
     def with_lengths(self, profile: Profile, points: Points) -> Profile:
         """As `with_others`, for a loop whose microbatches differ: the profile gets lines, and each
-        measured call is compared with the prediction for its own lengths.
-
-        Args:
-            profile: as measured.
-            points: what this rank saw, with lengths.
-        """
+        measured call is compared with the prediction for its own lengths."""
         varying = Varying(self.shard, points)
         profile = varying.with_lines(profile)
         least, most = varying.missed_bytes(profile)
@@ -255,11 +230,6 @@ class Decisions:
         The budget stays the same. Instead, bytes are added to the stage's residual, so that a
         restart, and a plan for other microbatches, count them too.
 
-        Args:
-            plan: the plan that ran short.
-            short: whether each stage did.
-            step: number of the training step, for the plan's notes.
-
         Returns:
             None if no stage that ran short can go lower, and nothing began early.
         """
@@ -282,12 +252,6 @@ class Decisions:
             notes.append(f"step {step}: short of memory, so no recompute begins early any more")
         problem = self.problem(replace(plan.profile, stages=tuple(stages)), plan.budget_bytes)
         return make_plan(problem, notes=notes)
-
-
-def _tokens(profile: Profile) -> int:
-    """Tokens of a microbatch on a rank, for which the profile holds."""
-    sizes = profile.parallelism
-    return sizes.seq_length // sizes.context_parallel
 
 
 def _shown(figure: Any) -> str:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import platform
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -27,31 +29,15 @@ from megatron_autorecompute.runtime.ranks import all_gather
 
 NOT_OF_A_STEP = ("_", "recompute_", "inference_", "config_logger_dir")
 """Prefixes of fields that are left out: private, recompute, inference, and the log folder."""
-NUMBERS_ONLY = (
-    "lr",
-    "min_lr",
-    "decoupled_lr",
-    "decoupled_min_lr",
-    "weight_decay",
-    "clip_grad",
-    "grad_norm_skip_threshold",
-    "loss_scale",
-    "initial_loss_scale",
-    "min_loss_scale",
-    "loss_scale_window",
-    "hysteresis",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-)
-"""Fields of an optimizer that set the size of its steps; a restart often changes them."""
 SAME_STEP = (
-    "init_method_std",
-    "embedding_init_method_std",
-    "layernorm_epsilon",
+    *("lr", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "clip_grad"),
+    *("grad_norm_skip_threshold", "loss_scale", "initial_loss_scale", "min_loss_scale"),
+    *("loss_scale_window", "hysteresis", "adam_beta1", "adam_beta2", "adam_eps"),
+    *("init_method_std", "embedding_init_method_std", "layernorm_epsilon"),
     "perform_initialization",
 )
-"""Fields of a model that change results, but neither shapes nor kernels."""
+"""Fields of a model or an optimizer that change results, but neither bytes nor times; a restart
+often changes them."""
 VARIABLES = (
     *("NVTE_", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"),
     *("CUDA_DEVICE_MAX_CONNECTIONS", "NVIDIA_TF32_OVERRIDE"),
@@ -59,34 +45,20 @@ VARIABLES = (
 )
 """Prefixes of environment variables that choose or fuse kernels, let them overlap, set the size of
 their workspaces, or change how the allocator splits memory."""
-KERNELS = {
-    "transformer-engine": "transformer_engine",
-    "flash-attn": "flash_attn",
-    "triton": "triton",
-}
-"""Packages whose kernels a step may run, and the modules that have their versions."""
+KERNELS = ("transformer-engine", "flash-attn", "triton")
+"""Packages whose kernels a step may run."""
 
 
 def fingerprint(
-    chunks: Sequence[torch.nn.Module],
-    optimizer: Any,
-    layout: Layout,
-    given: Mapping[str, str],
+    chunks: Sequence[torch.nn.Module], optimizer: Any, layout: Layout, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """The facts that must be equal for a plan to be used again, by name.
-
-    Args:
-        chunks: this rank's model chunks, without a policy.
-        optimizer: Megatron's optimizer on them.
-        layout: layers of all stages and chunks.
-        given: further facts: shapes of a microbatch, the device.
-    """
+    """The facts that must be equal for a plan to be used again, by name, `given` ones included."""
     first = model_layers.unwrapped(chunks[0])
     mine = {
-        **_fields(first.config, left_out=SAME_STEP),
+        **_fields(first.config),
         **_fields(getattr(chunks[0], "ddp_config", None), "ddp."),
-        **_fields(getattr(optimizer, "config", None), "optimizer.", NUMBERS_ONLY),
-        **dict(_attributes(first)),
+        **_fields(getattr(optimizer, "config", None), "optimizer."),
+        **_attributes(first),
         "model": type(first).__name__,
         "wrappers": " ".join(_wrappers(chunks[0])),
         "optimizer": " ".join(_optimizers(optimizer)),
@@ -106,29 +78,25 @@ def fingerprint(
 
 def kernels() -> dict[str, str]:
     """Versions of the loaded packages whose kernels a step may run, by name."""
-    return {
-        name: str(getattr(sys.modules[module], "__version__", "unknown"))
-        for name, module in KERNELS.items()
-        if module in sys.modules
-    }
+    loaded = ((name, sys.modules.get(name.replace("-", "_"))) for name in KERNELS)
+    return {name: str(getattr(one, "__version__", "unknown")) for name, one in loaded if one}
 
 
 def _merged(by_rank: Iterable[Mapping[str, str]]) -> dict[str, str]:
     """Every entry once; if ranks differ, as stages do, with all of their values."""
-    values: dict[str, set[str]] = {}
-    for one in by_rank:
-        for name, value in one.items():
-            values.setdefault(name, set()).add(value)
+    values = defaultdict[str, set[str]](set)
+    for name, value in itertools.chain.from_iterable(one.items() for one in by_rank):
+        values[name].add(value)
     return {name: " / ".join(sorted(values[name])) for name in sorted(values)}
 
 
-def _fields(config: Any, prefix: str = "", left_out: Sequence[str] = ()) -> dict[str, str]:
+def _fields(config: Any, prefix: str = "") -> dict[str, str]:
     """Fields of a dataclass config that differ from their defaults; empty for other objects."""
     if not dataclasses.is_dataclass(config):
         return {}
     found = {}
     for field in dataclasses.fields(config):
-        if field.name.startswith(NOT_OF_A_STEP) or field.name in left_out:
+        if field.name.startswith(NOT_OF_A_STEP) or field.name in SAME_STEP:
             continue
         declared = str(field.type)
         if field.default is None and ("Callable" in declared or "ContextManager" in declared):
@@ -155,12 +123,15 @@ def rendered(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
-def _attributes(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+def _attributes(model: torch.nn.Module) -> dict[str, str]:
     """Arguments of the model's constructor besides its config: vocabulary, ..."""
-    for name, value in vars(model).items():
-        plain = isinstance(value, (bool, int, float, str, Enum))
-        if plain and not name.startswith("_") and name != "training":
-            yield f"model.{name}", rendered(value)
+    return {
+        f"model.{name}": rendered(value)
+        for name, value in vars(model).items()
+        if isinstance(value, (bool, int, float, str, Enum))
+        and not name.startswith("_")
+        and name != "training"
+    }
 
 
 def _wrappers(chunk: untyped.Chunk) -> Iterator[str]:

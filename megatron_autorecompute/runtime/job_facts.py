@@ -9,7 +9,7 @@ from typing import Any
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.profile import Parallelism
 from megatron_autorecompute.runtime.auto_options import AutoOptions
-from megatron_autorecompute.runtime.calls import Calls, whole
+from megatron_autorecompute.runtime.calls import Calls, CallShape, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class FixedCalls:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reporting:
+class Reporting:
     """What a program logs with, and what its plans depend on besides Megatron's configs."""
 
     timers: Any | None = None
@@ -48,7 +48,7 @@ class _Reporting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Program(_Reporting):
+class Program(Reporting):
     """What a training program tells `attach` whose microbatches have one length and whose loop goes
     on after a skipped update: Megatron-LM, Megatron Bridge."""
 
@@ -64,7 +64,7 @@ class Program(_Reporting):
 
 
 @dataclass(frozen=True, slots=True)
-class JobFacts(_Reporting):
+class JobFacts(Reporting):
     """Facts about a training job, collected by `attach`."""
 
     parallelism: Parallelism
@@ -85,3 +85,8 @@ class JobFacts(_Reporting):
 
     on_close: Callable[[], None] = lambda: None
     """Called when auto ends, with the model given back."""
+
+    @property
+    def shape(self) -> CallShape | None:
+        """What the next call's plan depends on; None if no length is known, or all are alike."""
+        return self.calls.shape if self.calls is not None and self.calls.shape.tokens else None

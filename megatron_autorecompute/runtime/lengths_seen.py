@@ -5,7 +5,7 @@ microbatches differ.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from megatron_autorecompute.lines import Line, Microbatch, Point, RecordLines, envelope, middle_line
@@ -48,17 +48,6 @@ class Points:
     peaks: list[tuple[int, RecomputePolicy, int]] = field(default_factory=list)
     """A call, its policy, and the bytes it needed, static ones included."""
 
-    def begin_call(
-        self, lengths: Iterable[tuple[int, int]], routed: Sequence[Mapping[int, int]]
-    ) -> None:
-        """Begin a call; arguments as `calls` and `routed` have them."""
-        self.calls.append(list(lengths))
-        self.routed.append(list(routed))
-
-    def note(self, key: Key, figure: str, microbatch: int, layer: int, value: float) -> None:
-        """Note a figure of the call that began last; layer: -1 outside of layers."""
-        self.figures[key, figure].append(((len(self.calls) - 1, microbatch, layer), value))
-
     def note_peak(self, policy: RecomputePolicy, peak_bytes: int) -> None:
         """Note what the call that began last needed."""
         if self.calls:
@@ -85,12 +74,7 @@ class Points:
 
 class Varying:
     """Puts lines through the points of all ranks into a profile; every rank makes one in the same
-    way.
-
-    Args:
-        shard: this rank's model.
-        mine: what this rank saw.
-    """
+    way."""
 
     def __init__(self, shard: ModelShard, mine: Points) -> None:
         self._shard, self._mine = shard, mine
@@ -141,21 +125,13 @@ class Varying:
         for call in range(min(len(rank.calls) for rank in self._ranks)):
             longest = max(tokens for rank in self._ranks for tokens, _ in rank.calls[call])
             rows = (n for rank in self._ranks for one in rank.routed[call] for n in one.values())
-            most = max(rows, default=0)
-            points.append((Microbatch.longest(longest), float(most)))
-        return envelope(points).times(UNEVEN) if any(most for _, most in points) else None
+            points.append((Microbatch.longest(longest), UNEVEN * max(rows, default=0)))
+        return envelope(points) if any(most for _, most in points) else None
 
     def _lines(self, key: Key) -> RecordLines | None:
         """The lines of one choice; None if some figure was never seen."""
-        held, forward, backward, kept = (
-            self._envelope(key, figure)
-            for figure in (
-                "held_bytes",
-                "forward_level_bytes",
-                "backward_level_bytes",
-                "kept_level_bytes",
-            )
-        )
+        names = ("held", "forward_level", "backward_level", "kept_level")
+        held, forward, backward, kept = (self._envelope(key, f"{name}_bytes") for name in names)
         backward = backward or kept
         times = [self._times(key, figure) for figure in ("forward_ms", "backward_ms")]
         if held is None or forward is None or backward is None or not all(times):

@@ -149,8 +149,7 @@ class Measurement:
             most_steps: stop after so many steps; choices that are left stay unmeasured.
             wanted: the choices that are shown.
         """
-        steps = itertools.count() if most_steps is None else range(most_steps)
-        for policy, _ in zip(self._in_turn(room, wanted), steps, strict=False):
+        for policy in itertools.islice(self._in_turn(room, wanted), most_steps):
             self.applied.switch(policy)
             yield
 
@@ -295,8 +294,9 @@ class Measurement:
         config = self.shard.config
         split = config.tensor_model_parallel_size if config.sequence_parallel else 1
         passes_in_order = (found[number] for number in sorted(found))
-        lengths = ((split * one.tokens, _squares(one, split)) for one in passes_in_order)
-        self.points.begin_call(lengths, self._routed())
+        lengths = [(split * one.tokens, _squares(one, split)) for one in passes_in_order]
+        self.points.calls.append(lengths)
+        self.points.routed.append(list(self._routed()))
         for number, one in found.items():
             where = len(self.points.calls) - 1, number, -1
             self.points.boundaries.append((where, self._boundary_bytes(one)))
@@ -427,9 +427,10 @@ class Measurement:
             readings.append(Reading(self._turn, self._step, span.ms, span.host_ms, span.is_ahead))
             found["forward_ms" if one.phase == "forward" else "backward_ms"] = span.ms
         if self.points is not None:
-            layer = place if isinstance(place, int) else -1
+            key = signature, self._choice(place)
+            where = len(self.points.calls) - 1, number, place if isinstance(place, int) else -1
             for figure, value in found.items():
-                self.points.note((signature, self._choice(place)), figure, number, layer, value)
+                self.points.figures[key, figure].append((where, value))
 
     def _received_by(self, one: Pass) -> Place | None:
         """The layer whose input another stage sent; None if the first layer gets a copy of it."""
@@ -485,11 +486,15 @@ class Measurement:
         most, near = {"forward": 0, "backward": 0}, {"forward": 0, "backward": 0}
         high = [max(mark.peak_bytes for mark in one.marks[1:]) for one in passes]
         sizes = {n: self._boundary_bytes(one) for one, n in zip(passes, numbers, strict=True)}
-        in_flight: dict[int, deque[int]] = defaultdict(deque)
-        share = NEAR_PEAK if self.shard.config.pipeline_model_parallel_size > 1 else 0.0
-        for one, number, owners, peak_bytes in zip(
-            passes, numbers, self._owners(passes), high, strict=True
-        ):
+        in_flight, config = defaultdict[int, deque[int]](deque), self.shard.config
+        share = NEAR_PEAK if config.pipeline_model_parallel_size > 1 else 0.0
+        owners_of = extra_owners(
+            self._schedule(passes),
+            self.shard.stage,
+            overlap_p2p=config.overlap_p2p_comm,
+            deallocated=config.deallocate_pipeline_outputs,
+        )
+        for one, number, owners, peak_bytes in zip(passes, numbers, owners_of, high, strict=True):
             held = sum(map(sum, in_flight.values()))
             above = one.marks[0].current_bytes - self.static_bytes - held
             # The received input belongs to the first layer, the received gradient to the last.
@@ -512,16 +517,6 @@ class Measurement:
     def _schedule(self, passes: Sequence[Pass]) -> Schedule:
         """Megatron's schedule for this number of passes."""
         return self.shard.schedule(len(passes) // (2 * len(self.shard.chunks)))
-
-    def _owners(self, passes: Sequence[Pass]) -> Sequence[Sequence[int]]:
-        """Microbatches of the boundary tensors at every pass that belong to no layer."""
-        config = self.shard.config
-        return extra_owners(
-            self._schedule(passes),
-            self.shard.stage,
-            overlap_p2p=config.overlap_p2p_comm,
-            deallocated=config.deallocate_pipeline_outputs,
-        )
 
     def _held_of(self, one: Pass) -> int:
         """Bytes that one microbatch in flight holds of a chunk, with the output if it is kept."""
@@ -546,14 +541,7 @@ class Measurement:
         assumptions: tuple[str, ...] = (),
     ) -> Profile:
         """Combine all ranks' figures: the most bytes, lower quartiles of times. Equal on all ranks.
-
-        Args:
-            model: the whole model.
-            parallelism: the shapes of the measured steps.
-            static: this rank's bytes besides activations.
-            fingerprint: facts that must be equal for the figures to hold.
-            assumptions: sentences about what was assumed, not measured.
-        """
+        `static` are this rank's bytes besides activations."""
         mine = evened(self.samples) if self._took_turns else Evened(dict(self.samples))
         even = self.shard.all_gather(mine)
         by_rank = [one.seen for one in even]

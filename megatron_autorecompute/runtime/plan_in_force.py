@@ -38,13 +38,7 @@ logger = logging.getLogger(__name__)
 
 class PlanInForce:
     """The plan that runs in a job, and what became of the last step; every rank makes one in the
-    same way.
-
-    Args:
-        decisions: the decisions of the job.
-        applied: the policy in force on the model.
-        store: where plans are kept.
-    """
+    same way."""
 
     def __init__(self, decisions: Decisions, applied: AppliedPolicy, store: PlanStore) -> None:
         self._decisions, self._memory, self._job = decisions, decisions.memory, decisions.job

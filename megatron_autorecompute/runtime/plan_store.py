@@ -16,16 +16,10 @@ from megatron_autorecompute.runtime.ranks import is_first_rank, on_rank_0
 
 
 class PlanStore:
-    """The file of a job's plan; without a path nothing is stored.
+    """The file of a job's plan; without a path nothing is stored. `say` prints on one rank.
 
-    Args:
-        path: the plan file.
-        fingerprint: the fingerprint of this job, the same on all ranks.
-        say: prints on one rank.
-
-    Raises:
-        ProfileError: the path cannot be written; checked at once, not after an hour of training.
-    """
+    Raises: ProfileError if the path cannot be written; checked at once, not after an hour of
+    training."""
 
     def __init__(
         self, path: str | None, fingerprint: Mapping[str, str], say: Callable[[str], None]
@@ -36,15 +30,13 @@ class PlanStore:
         """The last one that was found or given to be saved."""
         self._unwritten: Plan | None = None
         if path is not None:
-            on_rank_0(lambda: _check_writable(Path(path)))
+            on_rank_0(lambda: json_records.check_writable(path))
 
     def known(self) -> Plan | None:
         """The stored plan if it is of this job; otherwise None, and prints why not. A file that
         holds no plan is kept under another name.
 
-        Raises:
-            ProfileError: the file cannot be opened.
-        """
+        Raises: ProfileError if the file cannot be opened."""
         path = self.path
         if path is None:
             return None
@@ -138,12 +130,3 @@ def _put_aside(path: str, error: ProfileError) -> str:
     except OSError as refused:
         raise error from refused
     return f"{path} holds no plan, is {aside} now, and this job measures again: {error}"
-
-
-def _check_writable(path: Path) -> None:
-    """Write a file beside the plan: root may be told that it can write where it cannot."""
-    if path.is_dir():
-        raise ProfileError(f"The plan path {path} is a folder. Give the path of a file in it.")
-    probe = path.with_name(f"{path.name}.writable")
-    json_records.write_atomically("", probe)
-    probe.unlink(missing_ok=True)  # another job with this path may have removed it

@@ -113,16 +113,14 @@ def test_a_policy_beside_the_recipes_own_recompute_is_refused_with_the_translati
 def test_auto_with_cuda_graphs_is_refused_before_anything_is_built(cfg):
     megatron_bridge.set_policy(cfg.model, "auto")
     cfg.model.cuda_graph_impl = "transformer_engine"
-    with pytest.raises(OptionError, match=r"model\.cuda_graph_impl=transformer_engine"):
+    with pytest.raises(OptionError, match="with cuda_graph_impl=transformer_engine"):
         megatron_bridge.resolve(cfg)
 
 
 def test_auto_with_expert_parallel_overlap_is_refused_before_anything_is_built(cfg):
     megatron_bridge.set_policy(cfg.model, "auto")
     cfg.model.overlap_moe_expert_parallel_comm = True
-    with pytest.raises(
-        OptionError, match=r"model\.recompute_policy=@PLAN with a plan made without"
-    ):
+    with pytest.raises(OptionError, match="or @PLAN with a plan made without"):
         megatron_bridge.resolve(cfg)
 
 

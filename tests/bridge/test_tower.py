@@ -13,6 +13,7 @@ from megatron_autorecompute.apply import blocks
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.integrations import megatron_bridge
 from megatron_autorecompute.policy import FULL, NONE
+from testing.predicted import predicted_peaks
 from tests.bridge.recipes import tiny_vision_provider_with_features
 from tests.bridge.test_vision import LENGTH, built, gradients, planned
 
@@ -86,7 +87,7 @@ def test_auto_measures_the_towers_layers():
     model = built(tiny_vision_provider_with_features)
     auto = planned(model)
     assert auto.policy.format(blocks(model)) == "vision:none*2;decoder:none*4"
-    assert auto.peak_bytes == pytest.approx(auto.predicted_peaks([LENGTH] * 2)[0], rel=0.01)
+    assert auto.peak_bytes == pytest.approx(predicted_peaks(auto, [LENGTH] * 2)[0], rel=0.01)
     tower, decoder = auto.plan.profile.kinds
     assert (tower.layers, decoder.layers) == ((0, 1), (2, 3, 4, 5))
     assert tower.record(NONE).held_bytes > 0

@@ -6,6 +6,7 @@ import torch
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.integrations import megatron_bridge
 from megatron_autorecompute.policy import FULL, NONE
+from testing.predicted import predicted_peaks
 from tests.bridge.recipes import tiny_vision_provider, tiny_vision_provider_with_features
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -113,7 +114,7 @@ def test_auto_counts_the_tower_before_the_first_layer(make, adapters):
     auto = planned(built(make, *adapters))
     profile = auto.plan.profile
     assert auto.policy.format() == "none*4"
-    assert auto.predicted_peaks([LENGTH] * 2)[0] == pytest.approx(auto.peak_bytes, rel=1e-3)
+    assert predicted_peaks(auto, [LENGTH] * 2)[0] == pytest.approx(auto.peak_bytes, rel=1e-3)
     (kind,) = profile.kinds
     assert kind.record(NONE).held_bytes > 4 * kind.record(FULL).held_bytes > 0
     # What is made before the first layer stays; of the tower only if it is trained.

@@ -346,8 +346,8 @@ def test_a_job_in_a_profiles_place_and_the_reverse_are_named_with_the_command_fo
     job = ROOT / "megatron_autorecompute" / "examples" / "llama3-70b.yaml"
     assert main(["plan", "--profile", str(job), "--budget-gib", "30"]) == 4
     said = capsys.readouterr().err
-    assert f"{job} begins with '# Llama3-70B pre-training" in said
-    assert f"estimate --gpu NAME {job} -o PROFILE.json" in said
+    assert f"{job} is not whole JSON, as a Profile is" in said
+    assert "A job in YAML becomes a Profile by megatron-autorecompute estimate" in said
     assert main(["estimate", "--gpu", "h100", LLAMA, "-o", "-"]) == 9
     assert f"{LLAMA} is a profile or a plan, and a job was asked" in capsys.readouterr().err
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -65,15 +64,9 @@ def test_a_link_stays_and_its_file_is_written(tmp_path, capsys, there):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "real.json"]
 
 
-def test_a_fifo_is_written_to(tmp_path, capsys):
-    fifo, got = tmp_path / "fifo", []
-    os.mkfifo(fifo)
-    reader = threading.Thread(target=lambda: got.append(fifo.read_text()))
-    reader.start()
-    assert main([*PLAN, "-o", str(fifo)]) == 0
-    reader.join(timeout=60)
-    assert fifo.is_fifo()
-    assert Plan.from_json(got[0])
+def test_a_device_is_not_replaced(capsys):
+    assert main([*PLAN, "-o", os.devnull]) == 4
+    assert "Cannot write /dev/null: it is no regular file" in capsys.readouterr().err
 
 
 def test_a_dash_is_standard_output_and_nothing_else_is_printed_there(tmp_path, capsys, monkeypatch):

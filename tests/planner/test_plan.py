@@ -121,7 +121,7 @@ def test_an_unchanged_plan_is_proven_however_its_text_is_laid_out(plan):
         (("budget_bytes", 0), -1, "budget_bytes[0]: -1, must be greater than 0"),
         (("budget_bytes", 0), 9, "holds no plan that could run: it was changed after it was"),
         (("recompute_policy", 3), "half", "recompute_policy[3]: 'half', Cannot read 'half'"),
-        (("recompute_policy", 3), "full/2", "holds no plan that could run: full/2*1: 1 layers"),
+        (("recompute_policy", 3), "full/2", "holds no plan that could run: full/2 from layer"),
         (("allowed",), ["full"], "or has choices that are not in allowed"),
         (("imbalance_percentile",), float("nan"), "imbalance_percentile: nan, must be "),
         (("layout", "stages", 0, 0, "layers"), [0] * 12, "must be 0, 1, 2, … in model order"),

@@ -25,7 +25,6 @@ IMPORTED = (
     "megatron.core.models.mimo",
     "megatron.core.tokenizers.text",
     "megatron_autorecompute.integrations.megatron_lm",
-    "megatron_autorecompute.report.job_pictures",
     "megatron_autorecompute.runtime.attach",
     "scipy.optimize",
 )
@@ -42,18 +41,7 @@ class EventFile:
         with self.path.open("a") as file:
             print(json.dumps([name, float(value), step]), file=file)
 
-    def add_image(self, name, image, global_step, dataformats):
-        self._show([name, global_step, dataformats, *image.shape])
-
-    def add_text(self, name, text, global_step):
-        if name.startswith("recompute/"):  # Megatron itself writes its arguments
-            self._show([name, global_step, text])
-
-    def _show(self, shown):
-        with self.path.with_name("shown.jsonl").open("a") as file:
-            print(json.dumps(shown), file=file)
-
-    def __getattr__(self, _):  # flush, close
+    def __getattr__(self, _):  # add_text, flush, close
         return lambda *args, **named: None
 
 

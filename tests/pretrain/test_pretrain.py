@@ -221,22 +221,6 @@ def test_a_batch_that_grows_is_planned_for_at_the_step_it_grows(jobs):
     assert jobs["grown"].text.count("a plan for 6 microbatches") == 1
 
 
-def test_tensorboard_gets_the_plans_pictures_and_costs_once_a_job(jobs, folder):
-    assert jobs["auto"].returncode == 0
-    for run_folder, first in (("events", 0), ("later", 18)):
-        lines = (folder / run_folder / "shown.jsonl").read_text().splitlines()
-        policy, memory, costs = map(json.loads, lines)
-        assert [shown[0] for shown in (policy, memory, costs)] == [
-            "recompute/policy",
-            "recompute/memory",
-            "recompute/costs",
-        ]
-        assert all(first <= shown[1] < 22 for shown in (policy, memory, costs))
-        for image in (policy, memory):
-            assert (image[2], image[-1]) == ("HWC", 3)
-        assert "| measured |" in costs[2]
-
-
 def test_tensorboard_gets_peaks_and_recompute_time_per_stage_at_megatrons_iteration(jobs, folder):
     assert jobs["auto"].returncode == 0
     names = {

@@ -1,4 +1,4 @@
-"""What auto cannot measure is refused in the words of the program around."""
+"""What auto cannot measure is refused."""
 
 import re
 from dataclasses import fields
@@ -9,54 +9,40 @@ import pytest
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
-    as_field,
-    as_flag,
-    refuse_beyond_device,
-    refuse_percentile,
-    refuse_unmeasurable,
+    refuse_for_auto,
     refuse_without_auto,
 )
 
 pytestmark = pytest.mark.any_version
 
-MEASURABLE = {"cuda_graph_impl": "none", "overlap_moe_expert_parallel_comm": False}
+MEASURABLE = {
+    "cuda_graph_impl": "none",
+    "overlap_moe_expert_parallel_comm": False,
+    "num_moe_experts": None,
+}
 
 
 @pytest.mark.parametrize(
-    ("changed", "spelled", "given", "instead"),
+    ("changed", "given", "instead"),
     [
         (
             {"cuda_graph_impl": "local"},
-            as_flag,
-            "--recompute-policy auto was given with --cuda-graph-impl local",
-            "then give --recompute-policy @PLAN",
-        ),
-        (
-            {"cuda_graph_impl": "local"},
-            as_field,
-            "model.recompute_policy=auto was given with model.cuda_graph_impl=local",
-            "with model.cuda_graph_impl=none",
+            "recompute_policy=auto was given with cuda_graph_impl=local",
+            "with cuda_graph_impl=none and a plan path, then give recompute_policy=@PLAN",
         ),
         (
             {"overlap_moe_expert_parallel_comm": True},
-            as_flag,
-            "--recompute-policy auto was given with --overlap-moe-expert-parallel-comm:",
-            "--recompute-policy @PLAN with a plan made without a device",
-        ),
-        (
-            {"overlap_moe_expert_parallel_comm": True},
-            as_field,
-            "auto was given with model.overlap_moe_expert_parallel_comm=True",
-            "model.recompute_policy=selective[layernorm]",
+            "recompute_policy=auto was given with overlap_moe_expert_parallel_comm:",
+            "selective[layernorm], or @PLAN with a plan made without a device",
         ),
     ],
 )
 def test_a_step_that_cannot_be_measured_is_refused_with_what_to_give_instead(
-    changed, spelled, given, instead
+    changed, given, instead
 ):
-    refuse_unmeasurable(SimpleNamespace(**MEASURABLE), spelled)
+    refuse_for_auto(AutoOptions(), SimpleNamespace(**MEASURABLE))
     with pytest.raises(OptionError) as refused:
-        refuse_unmeasurable(SimpleNamespace(**MEASURABLE | changed), spelled)
+        refuse_for_auto(AutoOptions(), SimpleNamespace(**MEASURABLE | changed))
     assert given in str(refused.value)
     assert instead in str(refused.value)
 
@@ -80,25 +66,25 @@ def test_every_option_but_the_one_for_any_job_is_in_the_table():
 
 @pytest.mark.parametrize("flag", WITHOUT_EFFECT)
 @pytest.mark.parametrize(
-    ("policy", "spelled", "said"),
+    ("policy", "said"),
     [
-        (None, as_flag, "no policy"),
-        ("full", as_flag, "--recompute-policy full"),
-        ("@plan.json", as_flag, "--recompute-policy @plan.json"),
-        (["full"] * 99, as_field, "model.recompute_policy=['full', "),
+        (None, "no policy"),
+        ("full", "recompute_policy=full"),
+        ("@plan.json", "recompute_policy=@plan.json"),
+        (["full"] * 99, "recompute_policy=['full', "),
     ],
 )
-def test_what_only_auto_uses_is_refused_without_it(flag, policy, spelled, said):
+def test_what_only_auto_uses_is_refused_without_it(flag, policy, said):
     options = AutoOptions(**WITHOUT_EFFECT[flag])
-    refuse_without_auto(options, "auto", spelled)
+    refuse_without_auto(options, "auto")
     if policy is not None and "recompute_choices" in WITHOUT_EFFECT[flag]:
-        refuse_without_auto(options, policy, spelled)  # it acts on any policy
+        refuse_without_auto(options, policy)  # it acts on any policy
         return
     with pytest.raises(OptionError) as refused:
-        refuse_without_auto(options, policy, spelled)
+        refuse_without_auto(options, policy)
     text = str(refused.value)
     assert text.startswith(f"{flag}: given with {said}")
-    assert text.endswith(f"Give {spelled('recompute_policy', 'auto')}, or leave {flag} out.")
+    assert text.endswith(f"Give the policy auto, or leave {flag} out.")
 
 
 @pytest.mark.parametrize("policy", [None, "full", "auto"])
@@ -115,11 +101,11 @@ def test_all_options_without_effect_are_named_at_once():
 
 def test_a_percentile_of_routing_is_refused_where_nothing_is_routed():
     asked = AutoOptions(recompute_imbalance_percentile=95.0)
-    dense, experts = SimpleNamespace(num_moe_experts=None), SimpleNamespace(num_moe_experts=8)
-    refuse_percentile(asked, experts)
-    refuse_percentile(AutoOptions(), dense)
+    dense, experts = (SimpleNamespace(**{**MEASURABLE, "num_moe_experts": n}) for n in (None, 8))
+    refuse_for_auto(asked, experts)
+    refuse_for_auto(AutoOptions(), dense)
     with pytest.raises(OptionError, match=r"percentile 95: .*this model has none\. Leave it out"):
-        refuse_percentile(asked, dense)
+        refuse_for_auto(asked, dense)
 
 
 @pytest.mark.parametrize("on_cuda", [True, False])
@@ -127,11 +113,12 @@ def test_a_budget_above_the_devices_memory_is_refused_with_what_there_is(monkeyp
     has = SimpleNamespace(total_memory=80 << 30)
     monkeypatch.setattr("torch.cuda.is_available", lambda: on_cuda)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: has)
+    config = SimpleNamespace(**MEASURABLE)
     whose = "a device has 80.00 GiB" if on_cuda else "this machine has "
-    refuse_beyond_device(AutoOptions())
-    refuse_beyond_device(AutoOptions(recompute_memory_budget_gib=0.5))
+    refuse_for_auto(AutoOptions(), config)
+    refuse_for_auto(AutoOptions(recompute_memory_budget_gib=0.5), config)
     if on_cuda:
-        refuse_beyond_device(AutoOptions(recompute_memory_budget_gib=80))
+        refuse_for_auto(AutoOptions(recompute_memory_budget_gib=80), config)
     for gib in (1e9, 1e6):
         with pytest.raises(OptionError, match=re.escape(f"budget-gib {gib:g}: {whose}")):
-            refuse_beyond_device(AutoOptions(recompute_memory_budget_gib=gib))
+            refuse_for_auto(AutoOptions(recompute_memory_budget_gib=gib), config)

@@ -26,7 +26,7 @@ def test_this_machine_has_some():
 
 
 @pytest.mark.parametrize(("limit", "free"), [("max", 1000 << 10), ("500000", 500000 - 90000 + 7)])
-def test_a_container_of_cgroup_v2_leaves_what_it_may_hold_less_what_it_holds(tmp_path, limit, free):
+def test_a_container_leaves_what_it_may_hold_less_what_it_holds(tmp_path, limit, free):
     files = {
         "proc/self/cgroup": "0::/slurm/job_1\n",
         "sys/fs/cgroup/slurm/job_1/memory.max": "max\n",
@@ -37,13 +37,3 @@ def test_a_container_of_cgroup_v2_leaves_what_it_may_hold_less_what_it_holds(tmp
         "sys/fs/cgroup/slurm/memory.stat": "anon 1\ninactive_file 7\n",
     }
     assert free_bytes(written(tmp_path, files)) == free
-
-
-def test_in_a_namespace_of_cgroup_v1_the_limit_is_at_the_mount(tmp_path):
-    files = {
-        "proc/self/cgroup": "4:memory:/docker/1f\n3:cpuset:/\n0::/\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": "300000\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "100000\n",
-        "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 11\n",
-    }
-    assert free_bytes(written(tmp_path, files)) == 300000 - 100000 + 11

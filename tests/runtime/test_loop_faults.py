@@ -20,6 +20,7 @@ from megatron_autorecompute.runtime.calls import Calls
 from megatron_autorecompute.runtime.job_facts import FixedCalls
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.step_memory import static_bytes, tensors
+from testing.predicted import predicted_peaks
 from testing.ranks import run_ranks
 from tests.fake_cuda import fake_cuda
 from tests.hybrid_models import make_runnable, runnable, small_model
@@ -140,11 +141,11 @@ def faulty(folder):
     assert auto.report() == "recompute auto: measuring, 0 steps done"
 
     def train(lengths, says=None, by=step):
+        auto.tokens(says or lengths)
         if len(policies) % 2 and says is None:
-            with auto.step(lengths):
+            with auto.step():
                 call(gpt, lengths, plain, len(policies), forward_step=by)
         else:
-            auto.tokens(says or lengths)
             call(gpt, lengths, forward_backward, len(policies), forward_step=by)
         policies.append(auto.policy.format())
 
@@ -254,9 +255,9 @@ def test_packed_samples_count_by_their_own_squares(one_rank):
             call(gpt, list(map(sum, packs)), forward_backward, number, forward_step=packed)
     kind = auto.plan.profile.kinds[0]
     assert kind.choices[0].lines.held_bytes.per_square == pytest.approx(16)  # 4 heads, fp32
-    (found,) = auto.predicted_peaks(packs)
+    (found,) = predicted_peaks(auto, packs)
     assert found == pytest.approx(static + memory.peak_bytes, rel=0.003)
-    assert auto.predicted_peaks(list(map(sum, packs)))[0] > found
+    assert predicted_peaks(auto, list(map(sum, packs)))[0] > found
     auto.close()
 
 
@@ -324,7 +325,7 @@ def test_what_others_hold_in_the_process_counts(one_rank):
             peaks.append(auto.peak_bytes)
     assert auto.plan is not None
     assert max(peaks) <= 13_000 * 1024
-    assert auto.predicted_peaks(lengths)[0] == pytest.approx(peaks[-1], rel=0.002)
+    assert predicted_peaks(auto, lengths)[0] == pytest.approx(peaks[-1], rel=0.002)
     auto.close()
 
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron_autorecompute.errors import PolicyError
 from megatron_autorecompute.policy import FULL, LayerPolicy, RecomputePolicy
+from testing.predicted import predicted_peaks
 from testing.ranks import run_ranks
 from tests.support import VOCAB, start_parallel, tiny_config
 
@@ -295,7 +296,7 @@ def on_two_stages(frozen):
         one_call(model, scheduled)
     auto.tokens(lengths)
     one_call(model, scheduled)
-    predicted_bytes = auto.predicted_peaks(lengths)[rank]
+    predicted_bytes = predicted_peaks(auto, lengths)[rank]
     return changed, auto.plan, auto.peak_bytes / predicted_bytes
 
 

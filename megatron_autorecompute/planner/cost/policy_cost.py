@@ -39,7 +39,7 @@ from megatron_autorecompute.planner.cost.unit_costs import (
     Unit,
     fastest_choice,
 )
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import RecomputePolicy, check_length
 from megatron_autorecompute.profile import Profile
 
 _AT_ONCE = 256
@@ -212,7 +212,7 @@ class PolicyCosts:
         return self._peaks_alone[key]
 
     def _of(self, policy: RecomputePolicy) -> PolicyCost:
-        policy.checked_length(self.profile.num_layers, "The policy")
+        check_length(len(policy.layers), self.profile.num_layers, "The policy")
         units = self.units(policy)
         step, stages = self.copies(policy), range(self.layout.num_stages)
         peaks = {
