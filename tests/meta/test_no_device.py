@@ -359,20 +359,6 @@ def test_what_a_dispatcher_keeps_counts_once_a_layer_and_not_for_every_microbatc
     assert twice.bytes - known.bytes == profile.boundary_bytes
 
 
-@pytest.mark.any_version
-@pytest.mark.parametrize("stages", [1, 2])
-def test_on_the_last_stage_what_a_dispatcher_keeps_and_its_layer_saves_counts_once(stages):
-    experts = {"num_moe_experts": 64, "moe_router_dtype": "fp32"}
-    asked = job({**MOE, **experts, "pipeline_model_parallel_size": stages})
-    profile = profile_job(asked, H100, only=("moe",))
-    saved = {r.choice: r.also_static_bytes for r in profile.kinds[1].choices}
-    assert saved["full+all"] < 64 > saved["selective[moe]+all"]
-    problem = Problem(profile, asked.layout(), asked.schedule())
-    plan = replace(make_plan(problem.at(1 << 50)), recompute_policy=("none",) * 4)
-    last = verify(plan)[-1]
-    assert abs(last.predicted_bytes - last.megatron_bytes) < 64 < saved["none"] / 100
-
-
 @pytest.mark.parametrize(("limit", "chunks"), [(0, None), (3, None), (5, 2)])
 def test_gradients_of_logits_wait_as_in_megatrons_schedule_and_not_for_the_optimizer(limit, chunks):
     fields = {

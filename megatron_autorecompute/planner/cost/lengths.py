@@ -1,9 +1,7 @@
 """Profiles of microbatches of other lengths, and the peak of a call whose microbatches differ.
 
-A profile with lines (`lines.RecordLines`) holds for microbatches of every length: `profile_at`
-gives the profile of one length. No figure of it falls with the length. So a plan for microbatches
-of T tokens bounds every call whose microbatches have at most T, in any order and number
-(docs/decisions/bytes.md has the proof).
+No figure of a profile with lines falls with the length, so a plan for microbatches of T tokens
+bounds every call of microbatches of at most T (docs/decisions/bytes.md has the proof).
 """
 
 from __future__ import annotations
@@ -157,8 +155,7 @@ class Arrangement:
             `routed_line` says.
 
     Raises:
-        ProfileError: the profile holds for one length only, or lengths and schedule differ in
-            number.
+        ProfileError: the profile holds for one length only.
     """
 
     profile: Profile
@@ -173,11 +170,6 @@ class Arrangement:
             raise ProfileError(
                 "This profile holds for one length only. Give one that was measured with lengths "
                 "that vary, by `attach` or by a job file with max_tokens_per_microbatch."
-            )
-        if len(self.lengths) != self.schedule.num_microbatches:
-            raise ProfileError(
-                f"{len(self.lengths)} lengths were given for {self.schedule.num_microbatches} "
-                "microbatches. Give one for each."
             )
 
     def peaks(self) -> list[int]:

@@ -12,7 +12,6 @@ from megatron_autorecompute.planner.cost import two_clocks
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.copies import (
     OffloadedStep,
-    StageUnits,
     host_link,
     offloaded_step,
     offloads,
@@ -23,19 +22,19 @@ from megatron_autorecompute.planner.cost.peak_memory import (
     StageBase,
     check_layout,
     every_moment,
-    for_schedule,
     stage_base,
     stage_moments,
     stage_peak,
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.stage_times import Times, residual_times, times_of
-from megatron_autorecompute.planner.cost.step_time import finished, replay_ms, step_unit
+from megatron_autorecompute.planner.cost.step_time import finished, replay_ms
 from megatron_autorecompute.planner.cost.unit_costs import (
     PS_PER_MS,
     SIGN,
     Bound,
     CostTable,
+    StageUnits,
     Unit,
     fastest_choice,
 )
@@ -151,12 +150,11 @@ class PolicyCosts:
         percentile: float | None = None,
     ) -> None:
         check_layout(profile, layout, schedule)
-        profile = for_schedule(profile, schedule)
         self.profile, self.layout, self.schedule = profile, layout, schedule
         self.percentile = percentile
         bounds: tuple[Bound, ...] = tuple(SIGN) if _is_uncertain(profile) else ("nominal",)
         self._tables = {bound: CostTable(profile, percentile, bound) for bound in bounds}
-        host = [two_clocks.mixed(profile, 1.0)] if two_clocks.knows_host(profile) else []
+        host = [two_clocks.of_clock(profile, host=True)] if two_clocks.knows_host(profile) else []
         self.clocks = profile, *host
         """The profile, and where the host's times are known, that of the host alone."""
         self._bases: dict[tuple[int, Bound], StageBase] = {}
@@ -191,8 +189,7 @@ class PolicyCosts:
         for first in range(0, len(keys), _AT_ONCE):
             some = keys[first : first + _AT_ONCE]
             both = np.stack([found[key] for key in some], axis=-1)
-            unit = step_unit(self.schedule, float(both.sum(axis=(0, 1, 2)).max()))
-            steps = finished(self.schedule, *(both // unit)).max(axis=0) / (PS_PER_MS / unit)
+            steps = finished(self.schedule, *both).max(axis=0) / PS_PER_MS
             self._steps_ms.update(zip(some, steps.tolist(), strict=True))
 
     def step_ms(self, policy: RecomputePolicy) -> float:
