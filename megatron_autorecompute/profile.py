@@ -101,11 +101,6 @@ class LayerBytes:
         """A copy of the record that has these figures."""
         return replace(record, **asdict(self))
 
-    @property
-    def total(self) -> int:
-        """The sum of the three figures."""
-        return self.held_bytes + self.forward_transient_bytes + self.backward_transient_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class BytesAt:
@@ -300,17 +295,15 @@ class ChoiceRecord:
 
     @property
     def knows_routing(self) -> bool:
-        """Whether bytes were measured at percentiles; stated imbalance factors do not apply
-        then."""
+        """Whether bytes were measured at percentiles; stated factors do not apply then."""
         return bool(self.percentiles) and self.source == MEASURED
 
     def at_percentile(self, percentile: float | None) -> ChoiceRecord:
         """The record with the bytes of the nearest percentile at or above; unchanged if none is."""
-        points = sorted(self.percentiles, key=lambda point: point.percentile)
-        above = [p for p in points if percentile is not None and p.percentile >= percentile]
-        if not above:
-            return self
-        return LayerBytes.of(above[0]).into(self)
+        asked = math.inf if percentile is None else percentile
+        above = [point for point in self.percentiles if point.percentile >= asked]
+        nearest = min(above, key=lambda point: point.percentile, default=None)
+        return LayerBytes.of(nearest).into(self) if nearest else self
 
 
 _HasBytes = TypeVar("_HasBytes", bound="DataclassInstance")
@@ -700,7 +693,14 @@ class Profile:
     @property
     def graphs_of_layers(self) -> bool:
         """Whether any record has a part in the memory pool of CUDA graphs."""
-        return any(record.graph for kind in self.kinds for record in kind.choices)
+        return any(record.graph for record in self.all_records)
+
+    @property
+    def all_records(self) -> list[ChoiceRecord]:
+        """The records of layers, and of what is outside of them."""
+        outside = (self.embedding, self.head, self.final_norm)
+        of_layers = [record for kind in self.kinds for record in kind.choices]
+        return of_layers + [record for record in outside if record is not None]
 
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a global 0-based layer index."""

@@ -279,7 +279,7 @@ class StageCopies:
 
     def _ready(self, place: _Place, now: int) -> int:
         """When a group's backward may begin. As in `on_group_commit_backward`, it waits for the
-        first group of its name that was asked for, which may be another one if it stayed itself."""
+        first group of its name that was asked for; another one if it stayed itself."""
         name, due = self._group(place).record.name, self._due[place[:2]]
         first = next((one for one in due if self._group(one).record.name == name), None)
         if first is not None:
@@ -325,8 +325,8 @@ class StageCopies:
     @property
     def host_bytes(self) -> int:
         """Host memory that pools come to hold, and keep: the most of each group's name and size, in
-        the first step, in which all groups leave. On a stage of several chunks one group of each
-        may be counted that is back by then."""
+        the first step, in which all groups leave. With several chunks it may be one of each less.
+        """
         there, most = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
         for direction, chunk, _ in self._events:
             for group in self.chunks[chunk].groups:

@@ -58,11 +58,8 @@ class HybridPattern:
 
     @classmethod
     def parse(cls, text: str) -> HybridPattern:
-        """Read Megatron's `hybrid_layer_pattern`.
-
-        Raises PipelineError, with position and symbol, for what Megatron refuses, for a pattern
-        without layers, and for `[…]` groups.
-        """
+        """Read Megatron's `hybrid_layer_pattern`; PipelineError, with position and symbol, for what
+        Megatron refuses and for a pattern without layers."""
         shown = f"hybrid_layer_pattern {text!r:.200}"
         if len(text) > _MOST_SYMBOLS:
             raise PipelineError(f"{shown} has more than {_MOST_SYMBOLS} symbols.")
@@ -123,10 +120,8 @@ def pattern_of_job(facts: Mapping[str, Any]) -> HybridPattern | None:
 
 
 def check_flags(args: Any) -> None:
-    """Check the pattern in parsed flags of Megatron-LM, whose own error names the symbol alone.
-
-    Raises PipelineError as `HybridPattern.parse` and `check_segments`.
-    """
+    """Check the pattern in parsed flags of Megatron-LM, whose own error names the symbol alone;
+    raises as `HybridPattern.parse` and `check_segments`."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         text = getattr(args, name, None)
         if text is not None:

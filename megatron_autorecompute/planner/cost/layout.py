@@ -218,10 +218,8 @@ class Layout:
         num_layers_in_first_pipeline_stage: int | None = None,
         num_layers_in_last_pipeline_stage: int | None = None,
     ) -> Layout:
-        """Place the layers of a HybridModel as its pattern says: a segment is a chunk.
-
-        Without `|` the layers are split evenly, or by the two numbers. Depths of multi-token
-        prediction are in the last chunk.
+        """Place the layers of a HybridModel as its pattern says: a segment is a chunk. Without `|`
+        they are split evenly, or by the two numbers. MTP depths are in the last chunk.
 
         Raises PipelineError if Megatron refuses the numbers, or would leave out layers.
         """

@@ -35,12 +35,10 @@ def varies(profile: Profile) -> bool:
 
 
 def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
-    """The profile of microbatches of one length; it still has its lines.
+    """The profile of microbatches of one length, still with its lines; one without is as it was.
+    Layers with experts get as many tokens as `routed_line` says.
 
-    Args:
-        profile: one with lines; another is returned as it is.
-        one: the length; layers with experts get as many tokens as `routed_line` says.
-        call_tokens: the tokens of all microbatches of a call together, on a rank.
+    call_tokens: the tokens of all microbatches of a call together, on a rank.
     """
     if profile.boundary_line is None:
         return profile
@@ -57,15 +55,8 @@ def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
 def _bytes_at(
     profile: Profile, one: Microbatch, call_tokens: int, routed: Mapping[int, int]
 ) -> Profile:
-    """As `profile_at`, with the times that the profile has.
-
-    Args:
-        profile: one with lines.
-        one: the length.
-        call_tokens: the tokens of the call.
-        routed: by layer, how many tokens its experts on this rank got; layers that are not named
-            got what `routed_line` says.
-    """
+    """As `profile_at`, with the times that the profile has, for as many routed tokens by layer;
+    layers that are not named got what `routed_line` says."""
     assert profile.boundary_line is not None
     call = Microbatch(call_tokens, 0)
     if profile.routed_line is not None:
@@ -144,26 +135,19 @@ def _stage_at(stage: StageRecord, call: Microbatch) -> StageRecord:
 class Arrangement:
     """A call whose microbatches have lengths of their own, under a policy.
 
-    Args:
-        profile: one with lines.
-        layout: the layout of the model.
-        schedule: the schedule of the call; its microbatches are those of `lengths`.
-        policy: what every layer recomputes.
-        lengths: the length of each microbatch, in the order in which the schedule runs them.
-        routed: for each microbatch, how many tokens the experts of a layer on this rank got, by
-            layer; empty if this is not known. Layers that are not named got what the profile's
-            `routed_line` says.
-
-    Raises:
-        ProfileError: the profile holds for one length only.
+    Raises: ProfileError if the profile holds for one length only.
     """
 
     profile: Profile
     layout: Layout
     schedule: Schedule
+    """Of as many microbatches as there are lengths."""
     policy: RecomputePolicy
     lengths: tuple[Microbatch, ...]
+    """Of each microbatch, in the order in which the schedule runs them."""
     routed: tuple[Mapping[int, int], ...] = ()
+    """For each microbatch, how many tokens the experts of a layer on this rank got, by layer; empty
+    if not known. Layers that are not named got what the profile's `routed_line` says."""
 
     def __post_init__(self) -> None:
         if not varies(self.profile):

@@ -47,11 +47,6 @@ class Point:
     late: bool = False
     """Whether all layers have run, and outputs are sent."""
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of the forward and the backward together."""
-        return self.own_bytes + self.other_bytes
-
 
 def points(
     forward: ChunkColumns | None,

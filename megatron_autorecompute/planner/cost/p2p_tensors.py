@@ -190,8 +190,6 @@ def extra_owners(
     """The microbatch of each boundary tensor that belongs to no layer, at each event.
 
     Args:
-        schedule: the order of events.
-        stage: pipeline rank.
         overlap_p2p: `overlap_p2p_comm`; without effect when there is one chunk.
         deallocated: `deallocate_pipeline_outputs`.
 
@@ -246,10 +244,8 @@ def turned(moment: Moment) -> Moment:
 
 
 class _Moments:
-    """The moments of all events of a stage as arrays; arguments as `decisive_moments`.
-
-    left_out: how many microbatches more have run before each event.
-    """
+    """The moments of all events of a stage as arrays; arguments as `decisive_moments`, and how many
+    microbatches more have run before each event."""
 
     def __init__(
         self,
@@ -318,10 +314,7 @@ class _Moments:
             each[second] = each[first]
 
     def _defer(self, spans: Ints, deferred: Deferred, before: Ints) -> None:
-        """Count deferred runs of the output layer, and no boundary tensor that is of one.
-
-        before: how many microbatches more have run before each event.
-        """
+        """Count deferred runs of the output layer, and no boundary tensor that is of one."""
         done = self._ran_before[:, -1] + before
         self.deferred = np.array([deferred.waiting(number) for number in done.tolist()])
         if self.idle.size:

@@ -59,14 +59,10 @@ def check_layout(profile: Profile, layout: Layout, schedule: Schedule) -> None:
 
 
 def check_figures(profile: Profile, schedule: Schedule) -> None:
-    """Refuse figures whose sums may exceed 64 bits; no real device or step has such figures.
-
-    Raises: ProfileError.
-    """
+    """Raise ProfileError for figures whose sums may exceed 64 bits; no real device has such."""
     factors = [point.factor for kind in profile.kinds for point in kind.imbalance]
-    records = [record for kind in profile.kinds for record in kind.choices]
-    records += [profile.embedding, profile.head, *filter(None, [profile.final_norm])]
-    most = max(LayerBytes.of(each).total + 3 * each.uncertainty_bytes for each in records)
+    records = profile.all_records
+    most = max(sum(astuple(LayerBytes.of(each))) + 3 * each.uncertainty_bytes for each in records)
     units = profile.num_layers + 3
     size = units * (scaled_bytes(most, max([1.0, *factors])) + 8 * profile.boundary_bytes)
     size *= schedule.warmup(0) + 2

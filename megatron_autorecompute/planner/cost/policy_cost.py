@@ -133,13 +133,8 @@ def evaluate(
 class PolicyCosts:
     """Costs of policies in one model; what they have in common is worked out once.
 
-    Args:
-        profile: what every choice costs.
-        layout: which stage and chunk holds which layers.
-        schedule: the order of forwards and backwards.
-        percentile: the percentile of imbalance, in percent; None takes the records as they are.
-
-    Raises: ProfileError if layout and profile disagree.
+    Args: as of `evaluate`, but the policy; `percentile` is of imbalance, in percent, and None takes
+    the records as they are. Raises: ProfileError if layout and profile disagree.
     """
 
     def __init__(
@@ -174,12 +169,11 @@ class PolicyCosts:
 
     @property
     def high(self) -> CostTable:
-        """The costs of choices that must fit a budget: the high end of every figure."""
+        """What must fit a budget: the high end of every figure."""
         return self._tables.get("high", self._tables["nominal"])
 
     def replay(self, policies: Iterable[RecomputePolicy]) -> None:
-        """Replay the steps of many policies together, which is faster than one by one; `of` knows
-        them then. Raises: as `evaluate`."""
+        """Replay the steps of many policies together, for `of`. Raises: as `evaluate`."""
         found = {}
         for policy in policies:
             if not policy.is_ahead:
@@ -365,9 +359,7 @@ def _key(times: Times) -> tuple[bytes, ...]:
 
 def _is_uncertain(profile: Profile) -> bool:
     """Whether any bytes have an interval."""
-    records = [profile.embedding, profile.head, profile.final_norm, *profile.stages]
-    records += [record for kind in profile.kinds for record in kind.choices]
-    return any(record is not None and record.uncertainty_bytes for record in records)
+    return any(one.uncertainty_bytes for one in (*profile.all_records, *profile.stages))
 
 
 def _with_copies(cost: PolicyCost, step: OffloadedStep, num_microbatches: int) -> PolicyCost:

@@ -48,9 +48,7 @@ class Block:
 
     In the table of a run a row is a slot, after `lookback` rows from before the block, and a column
     is a stage: when the stage has finished what it has to do up to the slot. A *place* is the
-    number of an entry, row by row.
-
-    Every array is of shape [slot, stage].
+    number of an entry, row by row. Every array is of shape [slot, stage].
     """
 
     def __init__(self, schedule: Schedule, first: int, count: int) -> None:

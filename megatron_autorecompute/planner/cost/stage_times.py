@@ -58,7 +58,7 @@ def times_of(units: StageUnits) -> Times:
 
 
 def residual_times(table: CostTable, layout: Layout) -> Times:
-    """The residuals, which are added to the times of every policy; see the module docstring."""
+    """The residuals, which are added to the times of every policy."""
     found = np.zeros((2, layout.num_stages, layout.num_chunks), np.int64)
     for stage, chunks in enumerate(layout.stages):
         if not stage_base(table.profile, layout, stage).measured:

@@ -95,19 +95,11 @@ def ties(
 
 
 def _errs(profile: Profile) -> bool:
-    outside = profile.embedding, profile.head, profile.final_norm
-    records = [record for kind in profile.kinds for record in kind.choices]
-    records += [record for record in outside if record is not None]
-    return bool(profile.times_error) or any(map(deviation_ms, records))
+    return bool(profile.times_error) or any(map(deviation_ms, profile.all_records))
 
 
 class StepErrors:
-    """Errors of the step of one policy.
-
-    Args:
-        costs: the costs of the profile, the layout and the schedule.
-        policy: made of choices that the profile has records of.
-    """
+    """Errors of the step of one policy, which is made of recorded choices."""
 
     def __init__(self, costs: PolicyCosts, policy: RecomputePolicy) -> None:
         self._clocks = [_readings(costs, policy, table) for table in costs.clock_tables]

@@ -27,7 +27,7 @@ _NEVER = -np.inf
 
 def knows_host(profile: Profile) -> bool:
     """Whether any record says what the host takes."""
-    return any(record.host for kind in profile.kinds for record in kind.choices)
+    return any(record.host for record in profile.all_records)
 
 
 def of_clock(profile: Profile, host: bool) -> Profile:
@@ -93,7 +93,7 @@ def met_ms(
     profile: Profile, policy: RecomputePolicy, units: tuple[StageUnits, StageUnits], residual: Times
 ) -> tuple[float, ...]:
     """Forward plus backward of one microbatch on each stage, if host and device meet before and
-    after each, as Megatron's timers make them; arguments as of `step_ms`."""
+    after each; arguments as of `step_ms`."""
     ways = map(_met, _passes(profile, policy, units, residual))
     return tuple(sum(map(sum, both)) for both in zip(*ways, strict=True))
 

@@ -173,16 +173,13 @@ class CostTable:
         return self._of_layers[layer].records.get(choice.in_time)
 
     def choices(self, layer: int) -> tuple[LayerPolicy, ...]:
-        """The choices of one layer that have records, without groups, in the profile's order.
-
-        Whether a layer leaves as a whole is no choice of its own: Megatron moves the first N. Nor
-        is to rerun what no backward reads, beside the same choice without.
+        """The choices of one layer that have records, without groups, in the profile's order; not
+        whether it leaves as a whole (Megatron moves the first N), nor what reruns more for nothing.
         """
         return self._of_layers[layer].single
 
     def without_dead_work(self, policy: RecomputePolicy) -> RecomputePolicy:
-        """The policy that holds the same and, where the profile knows it, reruns nothing that no
-        backward reads."""
+        """The policy that holds the same and reruns nothing that no backward reads, if known."""
         plain = (replace(choice, rerun_all=False) for choice in policy.layers)
         pairs = enumerate(zip(policy.layers, plain, strict=True))
         return RecomputePolicy(
@@ -204,11 +201,8 @@ class CostTable:
         return max((c.inner for own in self._of_kinds for c in own.records), default=0)
 
     def what_runs(self, layer: int, choice: LayerPolicy) -> LayerPolicy:
-        """What Megatron runs on a layer when a setting is given to all layers.
-
-        Modules that the layer lacks are left out, such as `moe` on a dense layer. A layer is
-        assumed to lack a module that is in none of its kind's records.
-        """
+        """What Megatron runs on a layer when a setting is given to all layers: without modules that
+        are in none of its kind's records, such as `moe` on a dense layer."""
         if choice.granularity != "selective" or self.record(layer, choice) is not None:
             return choice
         has = self._of_layers[layer].modules
@@ -256,9 +250,8 @@ class CostTable:
         return _unit(f"layer {layer}", (layer,), record, kept)
 
     def layer_in(self, chunk: Chunk, layer: int, policy: LayerPolicy) -> Unit:
-        """Costs of a layer at its place in a chunk. If the chunk has both the final norm and the
-        first MTP depth, the norm is part of the depth. Raises: as `layer`.
-        """
+        """Costs of a layer at its place in a chunk; if it has both the final norm and the first MTP
+        depth, the norm is part of the depth. Raises: as `layer`."""
         first, norm = layer == chunk.layers[0], self.profile.final_norm
         if layer != self.profile.model.num_layers:
             unit = self.layer(layer, policy.in_time, first and not chunk.embedding)
@@ -297,8 +290,7 @@ class CostTable:
         self, chunk: Chunk, layer: int, choices: tuple[LayerPolicy, ...]
     ) -> tuple[Ints, Ints]:
         """Costs of choices of a layer at its place in a chunk, `[column, choice]`, and for each
-        its `kept_gradient_bytes`. Raises: as `layer`.
-        """
+        its `kept_gradient_bytes`. Raises: as `layer`."""
         first, depth = layer == chunk.layers[0], layer == self.profile.model.num_layers
         alike = self._of_layers[layer].kind.name, first, depth, chunk.embedding, chunk.head, choices
         if alike not in self._alike:
