@@ -28,7 +28,7 @@ from megatron_autorecompute.planner.cost.peak_memory import (
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.stage_times import Times, residual_times, times_of
-from megatron_autorecompute.planner.cost.step_time import finished, replay_ms
+from megatron_autorecompute.planner.cost.step_time import finished
 from megatron_autorecompute.planner.cost.unit_costs import (
     PS_PER_MS,
     SIGN,
@@ -177,7 +177,7 @@ class PolicyCosts:
         found = {}
         for policy in policies:
             if not policy.is_ahead:
-                times = times_of(self.units(policy)).plus(self._residual)
+                times = self._times(policy)
                 found[_key(times)] = times.both
         keys = [key for key in found if key not in self._steps_ms]
         for first in range(0, len(keys), _AT_ONCE):
@@ -188,7 +188,7 @@ class PolicyCosts:
 
     def step_ms(self, policy: RecomputePolicy) -> float:
         """Time of the step without waits for copies and for the host. Raises: as `evaluate`."""
-        return self._step_ms(times_of(self.units(policy)).plus(self._residual))
+        return self._step_ms(self._times(policy))
 
     def peak_alone(self, stage: int, policy: RecomputePolicy, bound: Bound = "high") -> Peak:
         """The peak of a stage by the choices of its own layers, without bytes of copies under way.
@@ -204,13 +204,12 @@ class PolicyCosts:
 
     def _of(self, policy: RecomputePolicy) -> PolicyCost:
         policy.checked_length(self.profile.num_layers, "The policy")
-        units = self.units(policy)
         step, stages = self.copies(policy), range(self.layout.num_stages)
         peaks = {
             bound: [self._peak(stage, policy, bound, step) for stage in stages]
             for bound in self._tables
         }
-        cost = self._with_times(units, peaks, step)
+        cost = self._with_times(self._times(policy), peaks, step)
         both_ms = self._both_ms(policy)
         if both_ms is None:
             return cost
@@ -225,11 +224,10 @@ class PolicyCosts:
     def met_ms(self, policy: RecomputePolicy) -> tuple[float, ...]:
         """Forward plus backward of one microbatch on each stage, if host and device meet before and
         after each, as Megatron's timers make them."""
-        units = self.units(policy)
         host = self._on_host(policy)
         if host is None:
-            return tuple((times_of(units).plus(self._residual).busy / PS_PER_MS).tolist())
-        return two_clocks.met_ms(self.profile, policy, (units, host), self._residual)
+            return tuple((self._times(policy).busy / PS_PER_MS).tolist())
+        return two_clocks.met_ms(self.profile, policy, (self.units(policy), host), self._residual)
 
     def _both_ms(self, policy: RecomputePolicy, begins_early: bool = True) -> float | None:
         """The step of both clocks; None where the host's is not known."""
@@ -303,21 +301,15 @@ class PolicyCosts:
         return RecomputePolicy(tuple(fastest_choice(self.high, layer) for layer in layers))
 
     @cached_property
-    def _plain(self) -> tuple[Times, float]:
-        """Times without recompute, and the step."""
-        times = times_of(self.units(self._fastest)).plus(self._residual)
-        return times, self._step_ms(times)
+    def _plain(self) -> Times:
+        """Times without recompute."""
+        return self._times(self._fastest)
 
     def _with_times(
-        self,
-        units: StageUnits,
-        peaks: dict[Bound, list[Peak]],
-        step: OffloadedStep | None,
+        self, times: Times, peaks: dict[Bound, list[Peak]], step: OffloadedStep | None
     ) -> PolicyCost:
-        times = times_of(units).plus(self._residual)
-        plain, plain_ms = self._plain
         m = self.schedule.num_microbatches
-        busy_ms, work_ms = ((part.busy / PS_PER_MS * m).tolist() for part in (times, plain))
+        busy_ms, work_ms = ((part.busy / PS_PER_MS * m).tolist() for part in (times, self._plain))
         mean_ms = sum(work_ms) / len(work_ms)
         nominal = peaks["nominal"]
         low, high = peaks.get("low", nominal), peaks.get("high", nominal)
@@ -338,17 +330,21 @@ class PolicyCosts:
             for stage in range(self.layout.num_stages)
         )
         step_ms = self._step_ms(times)
-        cost = PolicyCost(stages, step_ms, step_ms - max(busy_ms), step_ms - plain_ms)
+        cost = PolicyCost(
+            stages, step_ms, step_ms - max(busy_ms), step_ms - self._step_ms(self._plain)
+        )
         if times.ahead is not None:
             cost = replace(cost, ahead_ms=self._step_ms(replace(times, ahead=None)) - step_ms)
         return cost if step is None else _with_copies(cost, step, m)
 
+    def _times(self, policy: RecomputePolicy) -> Times:
+        return times_of(self.units(policy)).plus(self._residual)
+
     def _step_ms(self, times: Times) -> float:
         key = _key(times)
         if key not in self._steps_ms:
-            ahead = None if times.ahead is None else times.ahead / PS_PER_MS
-            both = times.forward / PS_PER_MS, times.backward / PS_PER_MS
-            self._steps_ms[key] = replay_ms(self.schedule, *both, ahead)
+            step_ps = finished(self.schedule, times.forward, times.backward, times.ahead).max()
+            self._steps_ms[key] = float(step_ps / PS_PER_MS)
         return self._steps_ms[key]
 
 
