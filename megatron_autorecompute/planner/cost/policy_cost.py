@@ -329,10 +329,8 @@ class PolicyCosts:
             )
             for stage in range(self.layout.num_stages)
         )
-        step_ms = self._step_ms(times)
-        cost = PolicyCost(
-            stages, step_ms, step_ms - max(busy_ms), step_ms - self._step_ms(self._plain)
-        )
+        step_ms, plain_ms = self._step_ms(times), self._step_ms(self._plain)
+        cost = PolicyCost(stages, step_ms, step_ms - max(busy_ms), step_ms - plain_ms)
         if times.ahead is not None:
             cost = replace(cost, ahead_ms=self._step_ms(replace(times, ahead=None)) - step_ms)
         return cost if step is None else _with_copies(cost, step, m)
