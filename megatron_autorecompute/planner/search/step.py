@@ -203,7 +203,7 @@ class StepSearch:
     @property
     def best_ps(self) -> int:
         """The shortest step found."""
-        return self.best[0] * self.replay.unit
+        return self.best[0]
 
     def _bound(self, bound: float) -> None:
         self.master.bound = max(self.master.bound, bound)
