@@ -347,7 +347,8 @@ class StaticBytes:
             for name, size in part.shared.items():
                 shared[name] = max(size, shared.get(name, 0))
         names = [each.name for each in fields(cls) if each.name != "shared"]
-        return cls(*(sum(getattr(part, name) for part in counted) for name in names), shared)
+        sums: dict[str, Any] = {n: sum(getattr(part, n) for part in counted) for n in names}
+        return cls(**sums, shared=shared)
 
     @property
     def all_buffer_bytes(self) -> int:

@@ -353,7 +353,8 @@ def _key(times: Times) -> tuple[bytes, ...]:
 
 def _is_uncertain(profile: Profile) -> bool:
     """Whether any bytes have an interval."""
-    return any(one.uncertainty_bytes for one in (*profile.all_records, *profile.stages))
+    records, stages = profile.all_records, profile.stages
+    return any(one.uncertainty_bytes for each in (records, stages) for one in each)
 
 
 def _with_copies(cost: PolicyCost, step: OffloadedStep, num_microbatches: int) -> PolicyCost:
