@@ -1,8 +1,7 @@
 """What each recompute choice costs on each kind of layer: records only, no measuring.
 
-Definitions, the same for every record. *Base* is all live bytes that do not belong to the layer:
-parameters, other layers' held bytes, and so on. A layer's input hidden state belongs to the layer,
-whichever module saves it; its output belongs to the next layer.
+*Base* is all live bytes that do not belong to the layer. A layer's input hidden state belongs to
+the layer, whichever module saves it; its output belongs to the next layer.
 
 - held_bytes: bytes that stay from the end of the layer's forward to the start of its backward,
   with the input, and without the output unless the layer itself saves it.
@@ -10,13 +9,12 @@ whichever module saves it; its output belongs to the next layer.
   the output.
 - backward_transient_bytes: max over the layer's backward of (live - base) - held_bytes. It includes
   the incoming and outgoing gradient and everything recomputed.
-
-`runtime.measurement` measures these numbers; `planner.policy_cost` computes what a policy costs.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
@@ -102,11 +100,6 @@ class LayerBytes:
     def into(self, record: _HasBytes) -> _HasBytes:
         """A copy of the record that has these figures."""
         return replace(record, **asdict(self))
-
-    @property
-    def total(self) -> int:
-        """The sum of the three figures."""
-        return self.held_bytes + self.forward_transient_bytes + self.backward_transient_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +195,8 @@ class HostTimes:
 
     def plus(self, other: HostTimes) -> HostTimes:
         """The figures of this one and then the other one."""
-        return HostTimes(
-            self.forward_ms + other.forward_ms,
-            self.backward_ms + other.backward_ms,
-            self.spread_ms + other.spread_ms,
-            self.turn_spread_ms + other.turn_spread_ms,
-            self.forward_waits or other.forward_waits,
-            self.backward_waits or other.backward_waits,
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return HostTimes(*(a or b if isinstance(a, bool) else a + b for a, b in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,9 +240,6 @@ class ChoiceRecord:
     """How much higher the backward reaches where the gradient of the layer's output stays alive to
     the backward's end, as in a chunk's last layer. None: not known. Then `Profile.boundary_bytes`
     is taken, and 0 under full, because a checkpoint keeps that gradient itself."""
-    also_static_bytes: Bytes = 0
-    """Bytes that both held_bytes and static bytes contain: what a MoE dispatcher keeps of its last
-    microbatch. In the chunk with the head they count once."""
     lines: RecordLines | None = None
     """The figures as lines in the tokens of a microbatch. None: they hold for one length."""
     parts: tuple[PartBytes, ...] = ()
@@ -311,17 +295,15 @@ class ChoiceRecord:
 
     @property
     def knows_routing(self) -> bool:
-        """Whether bytes were measured at percentiles; stated imbalance factors do not apply
-        then."""
+        """Whether bytes were measured at percentiles; stated factors do not apply then."""
         return bool(self.percentiles) and self.source == MEASURED
 
     def at_percentile(self, percentile: float | None) -> ChoiceRecord:
         """The record with the bytes of the nearest percentile at or above; unchanged if none is."""
-        points = sorted(self.percentiles, key=lambda point: point.percentile)
-        above = [p for p in points if percentile is not None and p.percentile >= percentile]
-        if not above:
-            return self
-        return LayerBytes.of(above[0]).into(self)
+        asked = math.inf if percentile is None else percentile
+        above = [point for point in self.percentiles if point.percentile >= asked]
+        nearest = min(above, key=lambda point: point.percentile, default=None)
+        return LayerBytes.of(nearest).into(self) if nearest else self
 
 
 _HasBytes = TypeVar("_HasBytes", bound="DataclassInstance")
@@ -364,13 +346,9 @@ class StaticBytes:
         for part in counted:
             for name, size in part.shared.items():
                 shared[name] = max(size, shared.get(name, 0))
-        return cls(
-            sum(part.parameter_bytes for part in counted),
-            sum(part.gradient_bytes for part in counted),
-            sum(part.optimizer_state_bytes for part in counted),
-            sum(part.buffer_bytes for part in counted),
-            shared,
-        )
+        names = [each.name for each in fields(cls) if each.name != "shared"]
+        sums: dict[str, Any] = {n: sum(getattr(part, n) for part in counted) for n in names}
+        return cls(**sums, shared=shared)
 
     @property
     def all_buffer_bytes(self) -> int:
@@ -380,12 +358,8 @@ class StaticBytes:
     @property
     def total_bytes(self) -> int:
         """All parts together."""
-        return (
-            self.parameter_bytes
-            + self.gradient_bytes
-            + self.optimizer_state_bytes
-            + self.all_buffer_bytes
-        )
+        state_bytes = self.gradient_bytes + self.optimizer_state_bytes
+        return self.parameter_bytes + state_bytes + self.all_buffer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,17 +379,14 @@ class LayerKind:
     """How uneven routing may be, stated by hand; for layers with experts."""
     static: StaticBytes | None = None
     """Static bytes of one such layer; needed only to plan layouts that were not measured."""
-    checkpoint_ms: Milliseconds = 0.0
-    """The part of backward_ms under full that a checkpoint takes beside its layers. A checkpoint
-    around several layers takes it once."""
 
     def __post_init__(self) -> None:
         names = [record.choice for record in self.choices]
         if not names:
             raise ValueError(f"kind {self.name!r} has no choices; give at least one record")
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"kind {self.name!r} has two records for {name!r}; keep one")
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"kind {self.name!r} has two records for {twice!r}; keep one")
         for name, equal in self.inert.items():
             if name in names:
                 raise ValueError(f"kind {self.name!r}: {name!r} is both inert and a choice")
@@ -458,10 +429,7 @@ class LayerKind:
         return bool(self.imbalance) or any(record.knows_routing for record in self.choices)
 
     def imbalance_factor(self, percentile: float | None) -> float:
-        """Multiplier on bytes at a percentile: the factor of `imbalance_at`; 1 for None.
-
-        It does not apply to records whose `knows_routing` is true.
-        """
+        """The factor of `imbalance_at`, 1 for None; not for records that know routing."""
         point = None if percentile is None else self.imbalance_at(percentile)
         return 1.0 if point is None else point.factor
 
@@ -545,7 +513,7 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One training step as Megatron's own timers and torch's own statistics saw it on one rank.
+    """One training step as Megatron's timers and torch's statistics saw it on one rank.
 
     Times are what Megatron logs for the step: wall-clock time of all microbatches, with the device
     synchronised before and after. None: that timer did not run, or, for bytes, there is no CUDA.
@@ -726,7 +694,14 @@ class Profile:
     @property
     def graphs_of_layers(self) -> bool:
         """Whether any record has a part in the memory pool of CUDA graphs."""
-        return any(record.graph for kind in self.kinds for record in kind.choices)
+        return any(record.graph for record in self.all_records)
+
+    @property
+    def all_records(self) -> list[ChoiceRecord]:
+        """The records of layers, and of what is outside of them."""
+        outside = (self.embedding, self.head, self.final_norm)
+        of_layers = [record for kind in self.kinds for record in kind.choices]
+        return of_layers + [record for record in outside if record is not None]
 
     def kind_of(self, layer: int) -> LayerKind:
         """The kind of a global 0-based layer index."""
@@ -855,10 +830,7 @@ def with_missed_bytes(
 ) -> Profile:
     """The profile with each stage's residual raised by what a prediction missed of its peak.
 
-    Args:
-        profile: to correct; its stages are those of the prediction.
-        predicted_bytes: peak of every stage, as predicted.
-        seen_bytes: peak of every stage, as measured; a lower one changes nothing.
+    Both are the peaks of every stage; where a lower one was seen nothing changes.
     """
     stages = tuple(
         replace(stage, residual_bytes=stage.residual_bytes + max(0, seen - said))
@@ -868,16 +840,10 @@ def with_missed_bytes(
 
 
 def _check_coverage(profile: Profile) -> None:
-    owners: dict[int, str] = {}
-    for kind in profile.kinds:
-        for layer in kind.layers:
-            if layer in owners:
-                raise ValueError(
-                    f"layer {layer} is in kind {owners[layer]!r} and again in {kind.name!r}"
-                )
-            owners[layer] = kind.name
-    expected = set(range(profile.num_layers))
-    if missing := sorted(expected - set(owners)):
-        raise ValueError(f"layers {missing} are in no kind; the model has {profile.num_layers}")
-    if extra := sorted(set(owners) - expected):
-        raise ValueError(f"kinds name layers {extra}; the model has {profile.num_layers}")
+    named = Counter(layer for kind in profile.kinds for layer in kind.layers)
+    expected = Counter(range(profile.num_layers))
+    if wrong := sorted((named - expected) | (expected - named)):
+        raise ValueError(
+            f"layers {wrong} are not in exactly one kind; the model has layers 0 to "
+            f"{profile.num_layers - 1}"
+        )

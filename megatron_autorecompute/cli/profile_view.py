@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_autorecompute.cli.pipeline import consecutive, known_of, shape_words
-from megatron_autorecompute.planner.cost.step_interval import is_tie
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report.terminal import Column, assumption_lines, rows
 from megatron_autorecompute.report.words import came_from, clocks
@@ -67,11 +66,9 @@ def _records(profile: Profile) -> Table:
     def communication(row: Any) -> str:
         return f"{row[1].communication_ms:.2f}" if apart else ""
 
-    named = [
-        (f"{len(k.layers)} {k.name}", r, is_tie(k, r)) for k in profile.kinds for r in k.choices
-    ]
-    norm = [("final norm", profile.final_norm, False)] if profile.final_norm else []
-    shown = [("embedding", profile.embedding, False), *named, *norm, ("head", profile.head, False)]
+    named = [(f"{len(k.layers)} {k.name}", r) for k in profile.kinds for r in k.choices]
+    norm = [("final norm", profile.final_norm)] if profile.final_norm else []
+    shown = [("embedding", profile.embedding), *named, *norm, ("head", profile.head)]
     columns = (
         Column("layers", lambda row: row[0], left=True),
         Column("choice", lambda row: row[1].choice, left=True),
@@ -82,7 +79,6 @@ def _records(profile: Profile) -> Table:
         Column("fwd ms", lambda row: f"{row[1].forward_ms:.2f}"),
         Column("bwd ms", lambda row: f"{row[1].backward_ms:.2f}"),
         Column("comm.", communication, optional=True),
-        Column("tie", lambda row: "=" * row[2], optional=True),
     )
     return rows(columns, shown)
 

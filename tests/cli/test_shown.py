@@ -298,20 +298,6 @@ def test_plan_and_show_name_a_towers_layers_which_are_on_the_first_stage(tmp_pat
     assert "(vision, 3 layers) are not searched" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_choice_whose_further_recompute_noise_hides_is_marked_as_a_tie(tmp_path, capsys):
-    few = replace(NONE, choice="selective[mlp_act]", backward_ms=20.2)
-    more = replace(NONE, choice="selective[mlp]", backward_ms=24.0)
-
-    def marked(spread_ms):
-        records = [replace(r, spread_ms=spread_ms, runs=12) for r in (NONE, few, more, FULL)]
-        uniform_profile(4, *records).save(tmp_path / "p.json")
-        lines = out(["show", str(tmp_path / "p.json")], capsys).splitlines()
-        return [line.split()[2] for line in lines if line.rstrip().endswith("=")]
-
-    assert not marked(0.0)
-    assert marked(0.3) == ["selective[mlp_act]"]
-
-
 def test_flags_of_a_plan_are_words_of_a_shell(tmp_path, capsys):
     problem = Problem(
         uniform_profile(4, NONE, FULL), Layout.from_flags(4, 1), Schedule(1, 1, 1), GIB

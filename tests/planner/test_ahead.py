@@ -9,7 +9,7 @@ import pytest
 from megatron_autorecompute.errors import InfeasibleError, PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.cost.two_clocks import mixed
+from megatron_autorecompute.planner.cost.two_clocks import of_clock
 from megatron_autorecompute.planner.plan import Plan, make_plan, plan_early_if_it_pays
 from megatron_autorecompute.planner.search.manual import fits
 from megatron_autorecompute.planner.search.problem import Problem
@@ -155,8 +155,8 @@ def test_with_the_clock_of_the_host_a_step_is_no_shorter_than_by_either_clock():
         marked = RecomputePolicy.parse("full+ahead", num_layers=both.profile.num_layers)
         in_time = RecomputePolicy(tuple(choice.in_time for choice in marked.layers))
         early, later = both.cost(marked), both.cost(in_time)
-        for share in (0.0, 1.0):
-            alone = replace(both, profile=mixed(both.profile, share))
+        for host in (False, True):
+            alone = replace(both, profile=of_clock(both.profile, host))
             assert alone.cost(marked).step_ms <= early.step_ms * (1 + 1e-12)
         assert early.step_ms <= later.step_ms * (1 + 1e-12)
         assert early.ahead_ms == pytest.approx(later.step_ms - early.step_ms, abs=1e-9)

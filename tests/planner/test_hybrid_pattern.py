@@ -25,8 +25,8 @@ def test_a_pattern_has_segments_families_and_depths():
     ("pattern", "said"),
     [
         ("M-x*", "'x' at position 2 is no layer"),
-        ("*-[*-]", "'[' at position 2: groups of layers"),
-        ("*-/*|-", "'|' at position 4 is within an MTP depth"),
+        ("*-[*-]", "'[' at position 2 is no layer"),
+        ("*-/*|-", "'|' at position 4 is no layer"),
         ("M*-+", "'*' at position 1 and '+' at position 3"),
         ("M-/*D", "'*' at position 3 and 'D' at position 4"),
         ("*-/*-/**", "MTP depth 1 is '**', and depth 0 is '*-'"),
@@ -42,9 +42,9 @@ def test_what_megatron_does_not_build_is_refused_by_position_and_symbol(pattern,
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [
-        ((3, 0), "num_layers is 3. Set it to 4"),
-        ((6, 0), "has 4 layers and 0 MTP depths (after /); num_layers is 6. Set it to 4"),
-        ((4, 1), "0 MTP depths (after /); mtp_num_layers is 1. Set it to 0"),
+        ((3, 0), "has 4 layers and 0 MTP depths (after /); num_layers is 3, mtp_num_layers 0"),
+        ((6, 0), "num_layers is 6, mtp_num_layers 0. Set them to these"),
+        ((4, 1), "0 MTP depths (after /); num_layers is 4, mtp_num_layers 1"),
     ],
 )
 def test_a_pattern_of_other_numbers_than_the_config_is_refused(numbers, said):

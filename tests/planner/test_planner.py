@@ -347,7 +347,7 @@ def test_a_setting_runs_what_a_layer_has_of_its_modules_and_of_its_offload():
     ("record", "factor", "num_layers"),
     [
         (ChoiceRecord("none", 1 << 44, 0, 0, 1.0, 2.0), 1024.0, 1024),
-        (ChoiceRecord("none", 1, 0, 0, 1e6, 1e6), 1.0, 600),
+        (ChoiceRecord("none", 1, 0, 0, 1e6, 1e6), 1.0, 1200),
     ],
 )
 def test_figures_whose_sums_leave_64_bits_are_refused(record, factor, num_layers):
@@ -363,10 +363,10 @@ def test_figures_whose_sums_leave_64_bits_are_refused(record, factor, num_layers
         Problem(profile, Layout.from_flags(num_layers, 1), Schedule(1, 1, 1), percentile=99.0)
 
 
-def test_a_step_of_a_thousand_million_microbatches_is_planned():
+def test_a_step_of_a_million_microbatches_is_planned():
     profile, _, _, _ = problem_of_many()
     for layout in (Layout.from_flags(12, 2), Layout.from_flags(12, 2, 3)):
-        few, many = (Schedule.of_layout(layout, m) for m in (64, 10**9))
+        few, many = (Schedule.of_layout(layout, m) for m in (64, 10**6))
         solutions = [solve(Problem(profile, layout, schedule, 900)) for schedule in (few, many)]
         costs = [solution.cost for solution in solutions]
         assert solutions[0].policy == solutions[1].policy

@@ -101,14 +101,6 @@ def test_interleaved_four_stages_two_chunks_hold_eleven_alternating_7_4_and_8_3(
 
 
 @given(schedules())
-def test_the_head_runs_alone_where_no_other_microbatch_of_its_chunk_is_in_flight(schedule):
-    last = schedule.num_stages - 1
-    for event, waiting in zip(schedule.events(last), in_flight(schedule, last), strict=True):
-        if schedule.runs_head_alone and event.chunk == schedule.num_chunks - 1:
-            assert waiting[-1] == 0
-
-
-@given(schedules())
 def test_first_stage_holds_most_microbatches(schedule):
     held = [max(map(sum, in_flight(schedule, stage))) for stage in range(schedule.num_stages)]
     assert held == sorted(held, reverse=True)

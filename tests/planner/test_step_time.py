@@ -91,7 +91,7 @@ def test_what_waits_of_equal_stages_hide_is_known(p, v):
     assert saved == (p - 1 if v == 1 else 1)
 
 
-@pytest.mark.parametrize("microbatches", [10**4, 10**9])
+@pytest.mark.parametrize("microbatches", [10**4, 10**8])
 @pytest.mark.parametrize(("p", "v"), [(1, 1), (4, 1), (4, 3)])
 def test_any_number_of_microbatches_takes_no_longer(p, v, microbatches):
     # The last stage is hardly busier than the others, so that they wait for it only in the end.

@@ -439,7 +439,7 @@ REFUSED_BEFORE_A_MODEL_IS_BUILT = {
     "--recompute-policy decoder:full*3": (2, "the model has 4"),
     "--recompute-policy full*4 --decoder-seq-length 16": (2, "the model has 8"),
     "--recompute-policy selective[nothing]": (2, "Unknown module nothing"),
-    "--recompute-policy full --hybrid-layer-pattern *-[*-]": (8, "'[' at position 2: groups of"),
+    "--recompute-policy full --hybrid-layer-pattern *-[*-]": (8, "'[' at position 2 is no layer"),
     "--recompute-policy full,,": (2, "Cannot read"),
     "--recompute-policy @no/such/file": (2, "Cannot read the policy file"),
     "--recompute-policy selective[moe_act]": (2, "moe_act"),

@@ -1,29 +1,7 @@
 """The time of a step whose layers copy activations to host memory, with its waits for copies.
 
 All stages are replayed event by event, because a wait delays every event that needs the output.
-
-Megatron's `PipelineOffloadManager` orders the copies of *modules* (fine_grained_activation_offload
-of megatron-core 0.19 with its default settings; 0.16 is the same):
-
-- A group's copy out begins when its forward has run, after all earlier copies out. Its memory is
-  free when the copy has ended.
-- When a group's backward has run, the copy back of one more group begins: of the microbatch's group
-  that left last, or, if none is left, of the microbatch whose backward is next.
-- A group's backward waits for its copy back. If none was begun, it copies then and there.
-- Some groups never leave. Where `core_attn`'s stays, so does its layer's `attn_proj`'s, which needs
-  it; this package sees to that (`compat/offload_modules.py`), Megatron does not.
-
-Transformer Engine's `DefaultOffloadSynchronizer` orders those of *whole layers*, N of L, for
-Megatron's `cpu_offloading` (transformer_engine/pytorch/cpu_offload.py of August 2026). So at most
-L - N layers are there at once. Copies of both directions share a stream:
-
-- A layer's copy out begins when its forward has run.
-- Before the forward of layer L - N + i the device waits until layer i has left, and frees it.
-- When the backward of layer L - 1 - N + i begins, so does the copy back of layer i, for which
-  layer i's backward waits.
-
-Both directions at once are taken to be as fast as one. Memory for a copy back is taken when the
-copy is asked for. The host is taken to run ahead of the device, so that it delays no copy.
+docs/decisions/search.md says in which order Megatron and Transformer Engine copy.
 """
 
 from __future__ import annotations
@@ -41,7 +19,7 @@ from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost import Ints
 from megatron_autorecompute.planner.cost.schedule import Event, Schedule
 from megatron_autorecompute.planner.cost.slots import block, num_slots
-from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, StageUnits, Unit
 from megatron_autorecompute.policy import WHOLE_LAYER
 from megatron_autorecompute.profile import HostLink, OffloadGroup, Profile
 
@@ -49,8 +27,6 @@ MOST_EVENTS = 1 << 12
 """The most events of all stages together in a replay. Of a longer step fewer microbatches are
 replayed; each that is left out is assumed to take as long as the last ones."""
 PS_PER_NS = 1000
-StageUnits = Sequence[Sequence[tuple[Unit, ...]]]
-"""`[stage][chunk]`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +130,7 @@ _Place = tuple[int, int, int]
 
 def _kept(order: Sequence[tuple[int, int]], chunks: Sequence[ChunkWork]) -> set[_Place]:
     """Groups that never leave after the first step: the one of each name whose backward is first,
-    of as many names as a chunk has most.
-
-    Args:
-        order: (chunk, microbatch) of backwards that have groups.
-        chunks: the chunks of the stage.
-    """
+    of as many names as a chunk has most; `order`: (chunk, microbatch) of backwards with groups."""
     names = [[group.record.name for group in work.groups] for work in chunks]
     last: dict[str, _Place] = {}
     for chunk, microbatch in reversed(order):
@@ -209,13 +180,7 @@ class Ran:
 
 
 class StageCopies:
-    """One stage's events and copies, event after event.
-
-    Args:
-        chunks: what each chunk computes and copies.
-        events: of the stage, in the order of the schedule.
-        link: to host memory.
-    """
+    """One stage's events and copies, event after event, in the order of the schedule."""
 
     def __init__(
         self, chunks: Sequence[ChunkWork], events: Sequence[Event], link: HostLink
@@ -314,7 +279,7 @@ class StageCopies:
 
     def _ready(self, place: _Place, now: int) -> int:
         """When a group's backward may begin. As in `on_group_commit_backward`, it waits for the
-        first group of its name that was asked for, which may be another one if it stayed itself."""
+        first group of its name that was asked for; another one if it stayed itself."""
         name, due = self._group(place).record.name, self._due[place[:2]]
         first = next((one for one in due if self._group(one).record.name == name), None)
         if first is not None:
@@ -360,8 +325,8 @@ class StageCopies:
     @property
     def host_bytes(self) -> int:
         """Host memory that pools come to hold, and keep: the most of each group's name and size, in
-        the first step, in which all groups leave. On a stage of several chunks one group of each
-        may be counted that is back by then."""
+        the first step, in which all groups leave. With several chunks it may be one of each less.
+        """
         there, most = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
         for direction, chunk, _ in self._events:
             for group in self.chunks[chunk].groups:
@@ -434,13 +399,8 @@ class OffloadedStep:
 def offloaded_step(
     schedule: Schedule, units: StageUnits, residual: Ints, link: HostLink
 ) -> OffloadedStep:
-    """Replay a step with its copies.
-
-    Args:
-        schedule: the order of events.
-        units: the units of every stage and chunk.
-        residual: time of every event besides its units, in ps, `[direction, stage, chunk]`.
-        link: to host memory.
+    """Replay a step with its copies; `residual`: time of every event besides its units, in ps,
+    `[direction, stage, chunk]`.
 
     Raises PolicyError for whole layers that leave where Megatron refuses it.
     """

@@ -58,11 +58,8 @@ class HybridPattern:
 
     @classmethod
     def parse(cls, text: str) -> HybridPattern:
-        """Read Megatron's `hybrid_layer_pattern`.
-
-        Raises PipelineError, with position and symbol, for what Megatron refuses, for a pattern
-        without layers, and for `[…]` groups.
-        """
+        """Read Megatron's `hybrid_layer_pattern`; PipelineError, with position and symbol, for what
+        Megatron refuses and for a pattern without layers."""
         shown = f"hybrid_layer_pattern {text!r:.200}"
         if len(text) > _MOST_SYMBOLS:
             raise PipelineError(f"{shown} has more than {_MOST_SYMBOLS} symbols.")
@@ -92,16 +89,13 @@ class HybridPattern:
 
     def check_numbers(self, num_layers: int, mtp_num_layers: int) -> HybridPattern:
         """This pattern; PipelineError if a config's two numbers differ from its symbols."""
-        asked = {"num_layers": num_layers, "mtp_num_layers": mtp_num_layers}
-        for (name, value), own in zip(
-            asked.items(), (self.num_layers, self.mtp_num_layers), strict=True
-        ):
-            if value != own:
-                raise PipelineError(
-                    f"hybrid_layer_pattern {str(self)!r:.200} has {self.num_layers} layers and "
-                    f"{self.mtp_num_layers} MTP depths (after /); {name} is {value}. Set it to "
-                    f"{own}, or correct the pattern."
-                )
+        own = (self.num_layers, self.mtp_num_layers)
+        if own != (num_layers, mtp_num_layers):
+            raise PipelineError(
+                f"hybrid_layer_pattern {str(self)!r:.200} has {own[0]} layers and {own[1]} MTP "
+                f"depths (after /); num_layers is {num_layers}, mtp_num_layers {mtp_num_layers}. "
+                "Set them to these, or correct the pattern."
+            )
         return self
 
     def check_segments(self, pp: int, vp: int | None = None) -> None:
@@ -126,10 +120,8 @@ def pattern_of_job(facts: Mapping[str, Any]) -> HybridPattern | None:
 
 
 def check_flags(args: Any) -> None:
-    """Check the pattern in parsed flags of Megatron-LM, whose own error names the symbol alone.
-
-    Raises PipelineError as `HybridPattern.parse` and `check_segments`.
-    """
+    """Check the pattern in parsed flags of Megatron-LM, whose own error names the symbol alone;
+    raises as `HybridPattern.parse` and `check_segments`."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         text = getattr(args, name, None)
         if text is not None:
@@ -141,16 +133,13 @@ def check_flags(args: Any) -> None:
 def _check_symbols(shown: str, text: str, main: int) -> None:
     """main: how many symbols are before the first `/`."""
     for position, symbol in enumerate(text):
-        said = None
-        if symbol in "[]":
-            said = ": groups of layers in […] are in no released Megatron. Write them without."
-        elif symbol == "|" and position > main:
-            said = " is within an MTP depth, in the last chunk. Use | only before the first /."
-        elif symbol not in FAMILIES and symbol not in "|/":
+        if symbol not in ("|/" if position <= main else "/") and symbol not in FAMILIES:
             known = ", ".join(f"{one} {name}" for one, name in FAMILIES.items())
-            said = f" is no layer. Known are {known}; | ends a chunk, / begins an MTP depth."
-        if said:
-            raise PipelineError(f"{shown}: {symbol!r} at position {position}{said}")
+            raise PipelineError(
+                f"{shown}: {symbol!r} at position {position} is no layer. Known are {known}; "
+                "| ends a chunk before the first /, which begins an MTP depth. Megatron has no "
+                "[…] groups."
+            )
 
 
 def _check_attention(shown: str, part: str, start: int) -> None:

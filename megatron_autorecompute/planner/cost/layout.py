@@ -2,11 +2,7 @@
 
 A *stage* is a pipeline rank, a *chunk* a virtual stage on it; layer indices are 0-based and global.
 *Model order* is the order in which a microbatch passes the chunks: chunk 0 of every stage, then
-chunk 1 of every stage, and so on. megatron-core 0.16.1 and 0.19.2 place layers in the same way, so
-the version does not matter.
-
-A HybridModel's chunks are the segments of its pattern (`hybrid_pattern`), dealt round the stages in
-the same order.
+chunk 1 of every stage, and so on. megatron-core 0.16.1 and 0.19.2 place layers in the same way.
 """
 
 from __future__ import annotations
@@ -82,11 +78,8 @@ class Layout:
 
     def stage_of(self, layer: int) -> int:
         """The stage that has a layer."""
-        return next(
-            stage
-            for stage, chunks in enumerate(self.stages)
-            if any(layer in chunk.layers for chunk in chunks)
-        )
+        each = ((stage, chunk) for stage, own in enumerate(self.stages) for chunk in own)
+        return next(stage for stage, chunk in each if layer in chunk.layers)
 
     def chunk_layers(self) -> tuple[tuple[int, ...], ...]:
         """Return the layers of every chunk, in model order."""
@@ -131,10 +124,8 @@ class Layout:
     ) -> Layout:
         """Place layers as Megatron does for the flags of the same names.
 
-        Args:
-            num_layers: decoder layers of the whole model.
-            pp: number of stages.
-            vp: chunks per stage; None takes it from `pipeline_model_parallel_layout`, else 1.
+        pp is the number of stages, vp that of chunks per stage; None takes it from
+        `pipeline_model_parallel_layout`, else 1.
 
         Raises PipelineError if Megatron refuses the flags, and in two cases in which Megatron
         silently builds fewer layers: a first and a last number on a single stage, or both together
@@ -177,15 +168,8 @@ class Layout:
 
     @classmethod
     def of_config(cls, config: Any, pattern: HybridPattern | None) -> Layout:
-        """Place layers as Megatron does for a config: an object with the fields of its
-        TransformerConfig.
-
-        Args:
-            config: of the model.
-            pattern: a HybridModel's; None for others.
-
-        Raises: as `from_flags` and `from_pattern`.
-        """
+        """Place layers as Megatron does for an object with the fields of its TransformerConfig, and
+        a HybridModel's pattern. Raises: as `from_flags` and `from_pattern`."""
         pp, vp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
         ends = {
             "num_layers_in_first_pipeline_stage": config.num_layers_in_first_pipeline_stage,
@@ -234,10 +218,8 @@ class Layout:
         num_layers_in_first_pipeline_stage: int | None = None,
         num_layers_in_last_pipeline_stage: int | None = None,
     ) -> Layout:
-        """Place the layers of a HybridModel as its pattern says: a segment is a chunk.
-
-        Without `|` the layers are split evenly, or by the two numbers. Depths of multi-token
-        prediction are in the last chunk.
+        """Place the layers of a HybridModel as its pattern says: a segment is a chunk. Without `|`
+        they are split evenly, or by the two numbers. MTP depths are in the last chunk.
 
         Raises PipelineError if Megatron refuses the numbers, or would leave out layers.
         """

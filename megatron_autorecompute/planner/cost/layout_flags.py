@@ -47,11 +47,7 @@ def uneven_sizes(shape: Layout) -> Iterator[tuple[int, int, int]]:
 
 
 def uneven_layouts(shape: Layout) -> Iterator[Layout]:
-    """Every layout of as many stages and chunks that the flags for uneven stages can give.
-
-    These are the numbers of layers of the first and of the last stage; with 2 stages of several
-    chunks Megatron takes the first one's alone.
-    """
+    """Every layout of as many stages and chunks that the flags for uneven stages can give."""
     sizes = ((first, last) for first, _, last in uneven_sizes(shape))
     return filter(None, (uneven_layout(shape, *ends) for ends in sizes))
 
@@ -70,10 +66,8 @@ def all_layouts(shape: Layout, most: int) -> list[Layout]:
 
 
 def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[str, str]:
-    """Megatron's flags that give a layout, name to value; parsed again as a check.
-
-    pattern: the pattern of a HybridModel, whose chunks its own flag separates.
-    """
+    """Megatron's flags that give a layout, name to value; a HybridModel's chunks are separated in
+    its pattern."""
     if pattern is not None:
         return {PATTERN: str(pattern.placed(layout.chunk_layers()))}
     layers = layers_per_stage(layout)
@@ -85,7 +79,7 @@ def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[s
 
 
 def _first_alone(shape: Layout) -> bool:
-    """Whether Megatron takes the first stage's number alone."""
+    """Whether Megatron takes the first stage's number alone: 2 stages of several chunks."""
     return shape.num_stages == 2 and shape.num_chunks > 1
 
 

@@ -1,9 +1,7 @@
 """Profiles of microbatches of other lengths, and the peak of a call whose microbatches differ.
 
-A profile with lines (`lines.RecordLines`) holds for microbatches of every length: `profile_at`
-gives the profile of one length. No figure of it falls with the length. So a plan for microbatches
-of T tokens bounds every call whose microbatches have at most T, in any order and number
-(docs/decisions/bytes.md has the proof).
+No figure of a profile with lines falls with the length, so a plan for microbatches of T tokens
+bounds every call of microbatches of at most T (docs/decisions/bytes.md has the proof).
 """
 
 from __future__ import annotations
@@ -37,12 +35,10 @@ def varies(profile: Profile) -> bool:
 
 
 def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
-    """The profile of microbatches of one length; it still has its lines.
+    """The profile of microbatches of one length, still with its lines; one without is as it was.
+    Layers with experts get as many tokens as `routed_line` says.
 
-    Args:
-        profile: one with lines; another is returned as it is.
-        one: the length; layers with experts get as many tokens as `routed_line` says.
-        call_tokens: the tokens of all microbatches of a call together, on a rank.
+    call_tokens: the tokens of all microbatches of a call together, on a rank.
     """
     if profile.boundary_line is None:
         return profile
@@ -59,15 +55,8 @@ def profile_at(profile: Profile, one: Microbatch, call_tokens: int) -> Profile:
 def _bytes_at(
     profile: Profile, one: Microbatch, call_tokens: int, routed: Mapping[int, int]
 ) -> Profile:
-    """As `profile_at`, with the times that the profile has.
-
-    Args:
-        profile: one with lines.
-        one: the length.
-        call_tokens: the tokens of the call.
-        routed: by layer, how many tokens its experts on this rank got; layers that are not named
-            got what `routed_line` says.
-    """
+    """As `profile_at`, with the times that the profile has, for as many routed tokens by layer;
+    layers that are not named got what `routed_line` says."""
     assert profile.boundary_line is not None
     call = Microbatch(call_tokens, 0)
     if profile.routed_line is not None:
@@ -146,38 +135,25 @@ def _stage_at(stage: StageRecord, call: Microbatch) -> StageRecord:
 class Arrangement:
     """A call whose microbatches have lengths of their own, under a policy.
 
-    Args:
-        profile: one with lines.
-        layout: the layout of the model.
-        schedule: the schedule of the call; its microbatches are those of `lengths`.
-        policy: what every layer recomputes.
-        lengths: the length of each microbatch, in the order in which the schedule runs them.
-        routed: for each microbatch, how many tokens the experts of a layer on this rank got, by
-            layer; empty if this is not known. Layers that are not named got what the profile's
-            `routed_line` says.
-
-    Raises:
-        ProfileError: the profile holds for one length only, or lengths and schedule differ in
-            number.
+    Raises: ProfileError if the profile holds for one length only.
     """
 
     profile: Profile
     layout: Layout
     schedule: Schedule
+    """Of as many microbatches as there are lengths."""
     policy: RecomputePolicy
     lengths: tuple[Microbatch, ...]
+    """Of each microbatch, in the order in which the schedule runs them."""
     routed: tuple[Mapping[int, int], ...] = ()
+    """For each microbatch, how many tokens the experts of a layer on this rank got, by layer; empty
+    if not known. Layers that are not named got what the profile's `routed_line` says."""
 
     def __post_init__(self) -> None:
         if not varies(self.profile):
             raise ProfileError(
                 "This profile holds for one length only. Give one that was measured with lengths "
                 "that vary, by `attach` or by a job file with max_tokens_per_microbatch."
-            )
-        if len(self.lengths) != self.schedule.num_microbatches:
-            raise ProfileError(
-                f"{len(self.lengths)} lengths were given for {self.schedule.num_microbatches} "
-                "microbatches. Give one for each."
             )
 
     def peaks(self) -> list[int]:

@@ -2,9 +2,8 @@
 
 Layer i of the forward runs with layer n - 1 - i of the backward, part by part; the embedding's
 forward and the head's backward come first, the head's forward and the embedding's backward last.
-So one grows as the other shrinks, and layers that hold much at a chunk's begin make both large at
-once. Source: `TransformerModelChunkSchedulePlan.run` and `TransformerLayerSchedulePlan.run` of
-megatron-core. `ep_overlap_early_attn_memory_release`, which frees a little earlier, is left out.
+Source: `TransformerModelChunkSchedulePlan.run` and `TransformerLayerSchedulePlan.run` of
+megatron-core, without `ep_overlap_early_attn_memory_release`, which frees a little earlier.
 """
 
 from __future__ import annotations
@@ -48,11 +47,6 @@ class Point:
     late: bool = False
     """Whether all layers have run, and outputs are sent."""
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of the forward and the backward together."""
-        return self.own_bytes + self.other_bytes
-
 
 def points(
     forward: ChunkColumns | None,
@@ -62,12 +56,10 @@ def points(
     last: bool = True,
     idle_bytes: Mapping[int, int] | None = None,
 ) -> Iterator[Point]:
-    """Every point of a forward of one chunk beside a backward of one, the same or another.
+    """Every point of a forward of one chunk (None: nothing) beside a backward of one, the same or
+    another.
 
     Args:
-        forward: the chunk that runs forward; None: the backward is alone.
-        backward: the chunk that runs backward.
-        boundary_bytes: the bytes of a hidden state between two layers, or of its gradient.
         last: whether the backward's chunk has no other microbatch in flight. What a layer keeps
             until its next forward then remains after its backward; otherwise a later forward has
             replaced it.
@@ -107,13 +99,8 @@ def points(
 
 def idle_bytes(columns: ChunkColumns, boundary_bytes: int, apart: int) -> dict[int, int]:
     """What units of an idle chunk keep: the dispatcher's `probs` have a graph, and that of a layer
-    has its input as a leaf, with a gradient.
-
-    Args:
-        columns: the chunk.
-        boundary_bytes: the bytes of a hidden state.
-        apart: how many of the first layer's two tensors nothing else counts.
-    """
+    has its input as a leaf, with a gradient. Of the first layer's two tensors nothing else counts
+    so many as `apart` says."""
     layers = [(number, unit) for number, unit in enumerate(columns.units) if unit.layers]
     return {
         number: boundary_bytes * (apart if at == 0 else 2)
@@ -126,7 +113,7 @@ class _Step(NamedTuple):
     """What one unit runs of one microbatch, or one part of a layer."""
 
     at: tuple[int, int]
-    """The pair of layers, and the place in it; before all pairs or after them."""
+    """The pair of layers, and the place in it."""
     direction: Direction
     unit: int
     peak_bytes: int | None
@@ -217,7 +204,7 @@ class _Parts:
             elif unit.name == "head" or after:
                 after.append((number, unit))
             elif layers:
-                layers[-1] = _with_norm(layers[-1], unit, boundary_bytes)
+                layers[-1] = _with_norm(layers[-1], unit)
             else:
                 before.append((number, unit))
         if columns.chunk.head and layers and not any(u.name == "final norm" for u in columns.units):
@@ -241,22 +228,19 @@ def _parts(unit: Unit, boundary_bytes: int) -> tuple[PartBytes, ...]:
 def _before_head(layer: _Layer, boundary_bytes: int) -> _Layer:
     """The last layer's last part has the final norm, whose output the head's bytes contain."""
     *parts, last = layer.parts
-    last = PartBytes(
-        last.forward_peak_bytes + boundary_bytes,
-        last.forward_end_bytes + boundary_bytes,
-        last.backward_peak_bytes + boundary_bytes,
-        last.backward_end_bytes,
-    )
-    return replace(layer, parts=(*parts, last))
+    more = last.each(lambda size: size + boundary_bytes)
+    more = replace(more, backward_end_bytes=last.backward_end_bytes)
+    return replace(layer, parts=(*parts, more))
 
 
-def _with_norm(layer: _Layer, norm: Unit, boundary_bytes: int) -> _Layer:
+def _with_norm(layer: _Layer, norm: Unit) -> _Layer:
     held = layer.held + norm.held_bytes
     *parts, last = layer.parts
-    last = PartBytes(
-        max(last.forward_peak_bytes, held + norm.forward_transient_bytes),
-        last.forward_end_bytes + norm.held_bytes,
-        max(last.backward_peak_bytes, held + norm.backward_transient_bytes),
-        last.backward_end_bytes,
+    forward, backward = norm.forward_transient_bytes, norm.backward_transient_bytes
+    last = replace(
+        last,
+        forward_peak_bytes=max(last.forward_peak_bytes, held + forward),
+        forward_end_bytes=last.forward_end_bytes + norm.held_bytes,
+        backward_peak_bytes=max(last.backward_peak_bytes, held + backward),
     )
     return replace(layer, held=held, parts=(*parts, last))

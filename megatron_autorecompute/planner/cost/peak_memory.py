@@ -5,10 +5,8 @@ While unit i of a chunk runs, a stage holds
     static + overhead + boundary tensors + sum over chunks of in_flight * held(chunk)
            + held of units 0 .. i of the running chunk + transient of unit i
 
-with the forward transient in a forward and the backward transient in a backward. So position
-matters: in the backward of an early layer the later ones are already freed. Of a forward beside a
-backward (EP overlap) `overlap` has the bytes of both, and chunks that wait for their next forward
-keep some.
+So position matters: in the backward of an early layer the later ones are already freed. Of a
+forward beside a backward (EP overlap) `overlap` has the bytes of both.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from operator import mul
+from typing import Any
 
 import numpy as np
 
@@ -38,23 +37,8 @@ from megatron_autorecompute.profile import (
 )
 
 MOST_BYTES_OF_A_STAGE = 1 << 59
-MOST_MS_OF_A_STAGE = float(1 << 29)
-"""Six days; in picoseconds 59 bits."""
-
-
-def for_schedule(profile: Profile, schedule: Schedule) -> Profile:
-    """The profile without `also_static_bytes` where several microbatches of the chunk with the head
-    are in flight."""
-    records = (record for kind in profile.kinds for record in kind.choices)
-    if schedule.runs_head_alone or not any(record.also_static_bytes for record in records):
-        return profile
-    return replace(
-        profile,
-        kinds=tuple(
-            replace(kind, choices=tuple(replace(r, also_static_bytes=0) for r in kind.choices))
-            for kind in profile.kinds
-        ),
-    )
+MOST_MS_OF_A_STEP = float(1 << 31)
+"""25 days; in picoseconds 61 bits."""
 
 
 def check_layout(profile: Profile, layout: Layout, schedule: Schedule) -> None:
@@ -75,27 +59,20 @@ def check_layout(profile: Profile, layout: Layout, schedule: Schedule) -> None:
 
 
 def check_figures(profile: Profile, schedule: Schedule) -> None:
-    """Refuse figures whose sums may exceed 64 bits; no real device or step has such figures.
-
-    Raises: ProfileError.
-    """
+    """Raise ProfileError for figures whose sums may exceed 64 bits; no real device has such."""
     factors = [point.factor for kind in profile.kinds for point in kind.imbalance]
-    records = [record for kind in profile.kinds for record in kind.choices]
-    records += [profile.embedding, profile.head, *filter(None, [profile.final_norm])]
-    most = max(
-        LayerBytes.of(each).total + 3 * record.uncertainty_bytes
-        for record in records
-        for each in (record, *record.percentiles)
-    )
+    records = profile.all_records
+    most = max(sum(astuple(LayerBytes.of(each))) + 3 * each.uncertainty_bytes for each in records)
     units = profile.num_layers + 3
     size = units * (scaled_bytes(most, max([1.0, *factors])) + 8 * profile.boundary_bytes)
     size *= schedule.warmup(0) + 2
     time_ms = units * max(record.forward_ms + record.backward_ms for record in records)
-    if size > MOST_BYTES_OF_A_STAGE or time_ms > MOST_MS_OF_A_STAGE:
+    time_ms *= schedule.num_microbatches
+    if size > MOST_BYTES_OF_A_STAGE or time_ms > MOST_MS_OF_A_STEP:
         raise ProfileError(
             f"The records add up to as much as {size:.2g} bytes of a stage and {time_ms:.2g} ms "
-            f"for one microbatch; at most {MOST_BYTES_OF_A_STAGE:.2g} bytes and "
-            f"{MOST_MS_OF_A_STAGE:.2g} ms are planned. Correct the records: bytes are of one "
+            f"for a step; at most {MOST_BYTES_OF_A_STAGE:.2g} bytes and {MOST_MS_OF_A_STEP:.2g} ms "
+            "are planned. Correct the records or the number of microbatches: bytes are of one "
             "device, times in milliseconds."
         )
 
@@ -110,9 +87,9 @@ class StageBase:
     overhead: ScheduleOverhead
     boundary_bytes: int
     """One boundary tensor; `p2p_tensors` counts them. Also the gradient of a chunk's output."""
-    residual_bytes: int
+    residual_bytes: int = 0
     """Measured minus predicted, at the asked end of its interval."""
-    measured: bool
+    measured: bool = False
     """Whether the profile has a record of this stage; otherwise static bytes were added up."""
     apart_bytes: int = 0
     """Memory that forwards and backwards cannot use: with one CUDA graph of all of them, whose pool
@@ -145,22 +122,26 @@ def stage_base(profile: Profile, layout: Layout, stage: int, bound: Bound = "nom
     """
     chunks = layout.stages[stage]
     layers = tuple(sorted(layer for chunk in chunks for layer in chunk.layers))
-    boundary, nothing = profile.boundary_bytes, ScheduleOverhead(0, 0)
-    wide = max(hidden_states_received(profile, chunk) for chunk in chunks)
-    both = layout.num_chunks > 1 and not profile.overlap_p2p_comm
-    waiting = profile.deferred.each_bytes if profile.deferred else 0
+    shared: dict[str, Any] = {
+        "boundary_bytes": profile.boundary_bytes,
+        "deferred_bytes": profile.deferred.each_bytes if profile.deferred else 0,
+        "posts_both": layout.num_chunks > 1 and not profile.overlap_p2p_comm,
+        "exchanged": max(hidden_states_received(profile, chunk) for chunk in chunks),
+    }
+    nothing = ScheduleOverhead(0, 0)
     if stage < len(profile.stages) == layout.num_stages:
         found = profile.stages[stage]
         if tuple(sorted(found.layers)) == layers:
-            residual = found.residual_bytes + SIGN[bound] * found.uncertainty_bytes
-            peak = found.optimizer_step_peak_bytes + (found.others_bytes or 0)
-            rest = found.overhead or nothing
-            apart = found.optimizer_step_peak_bytes * profile.graph_of_iteration
             return StageBase(
-                found.static, peak, rest, boundary, residual, True, apart, waiting, both, wide
+                found.static,
+                found.optimizer_step_peak_bytes + (found.others_bytes or 0),
+                found.overhead or nothing,
+                residual_bytes=found.residual_bytes + SIGN[bound] * found.uncertainty_bytes,
+                measured=True,
+                apart_bytes=found.optimizer_step_peak_bytes * profile.graph_of_iteration,
+                **shared,
             )
-    static = _added_static(profile, chunks, stage)
-    return StageBase(static, 0, nothing, boundary, 0, False, 0, waiting, both, wide)
+    return StageBase(_added_static(profile, chunks, stage), 0, nothing, **shared)
 
 
 def stage_moments(profile: Profile, schedule: Schedule, stage: int) -> tuple[Moment, ...]:
@@ -261,12 +242,7 @@ class Running:
 
 
 class StageBytes:
-    """Bytes of one stage at any moment, under one policy.
-
-    Args:
-        base: what the stage needs besides activations.
-        columns: the columns of every chunk.
-    """
+    """Bytes of one stage at any moment, under one policy: by the columns of every chunk."""
 
     def __init__(self, base: StageBase, columns: Sequence[ChunkColumns]) -> None:
         self.base, self.columns = base, columns
@@ -379,10 +355,7 @@ def stage_peak(
     """The highest moment of a stage; the first one if several are equal.
 
     Args:
-        base: what the stage needs besides activations.
-        stage: the pipeline rank.
-        columns: the columns of every chunk.
-        moments: the moments that can be the highest; with copies, those of every event.
+        moments: those that can be the highest; with copies, those of every event.
         copies: bytes beside those of records. Of two events side by side the most of the first one
             is added.
     """

@@ -12,7 +12,6 @@ from megatron_autorecompute.planner.cost import two_clocks
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.copies import (
     OffloadedStep,
-    StageUnits,
     host_link,
     offloaded_step,
     offloads,
@@ -23,19 +22,19 @@ from megatron_autorecompute.planner.cost.peak_memory import (
     StageBase,
     check_layout,
     every_moment,
-    for_schedule,
     stage_base,
     stage_moments,
     stage_peak,
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.stage_times import Times, residual_times, times_of
-from megatron_autorecompute.planner.cost.step_time import finished, replay_ms, step_unit
+from megatron_autorecompute.planner.cost.step_time import finished
 from megatron_autorecompute.planner.cost.unit_costs import (
     PS_PER_MS,
     SIGN,
     Bound,
     CostTable,
+    StageUnits,
     Unit,
     fastest_choice,
 )
@@ -134,13 +133,8 @@ def evaluate(
 class PolicyCosts:
     """Costs of policies in one model; what they have in common is worked out once.
 
-    Args:
-        profile: what every choice costs.
-        layout: which stage and chunk holds which layers.
-        schedule: the order of forwards and backwards.
-        percentile: the percentile of imbalance, in percent; None takes the records as they are.
-
-    Raises: ProfileError if layout and profile disagree.
+    Args: as of `evaluate`, but the policy; `percentile` is of imbalance, in percent, and None takes
+    the records as they are. Raises: ProfileError if layout and profile disagree.
     """
 
     def __init__(
@@ -151,12 +145,11 @@ class PolicyCosts:
         percentile: float | None = None,
     ) -> None:
         check_layout(profile, layout, schedule)
-        profile = for_schedule(profile, schedule)
         self.profile, self.layout, self.schedule = profile, layout, schedule
         self.percentile = percentile
         bounds: tuple[Bound, ...] = tuple(SIGN) if _is_uncertain(profile) else ("nominal",)
         self._tables = {bound: CostTable(profile, percentile, bound) for bound in bounds}
-        host = [two_clocks.mixed(profile, 1.0)] if two_clocks.knows_host(profile) else []
+        host = [two_clocks.of_clock(profile, host=True)] if two_clocks.knows_host(profile) else []
         self.clocks = profile, *host
         """The profile, and where the host's times are known, that of the host alone."""
         self._bases: dict[tuple[int, Bound], StageBase] = {}
@@ -176,28 +169,26 @@ class PolicyCosts:
 
     @property
     def high(self) -> CostTable:
-        """The costs of choices that must fit a budget: the high end of every figure."""
+        """What must fit a budget: the high end of every figure."""
         return self._tables.get("high", self._tables["nominal"])
 
     def replay(self, policies: Iterable[RecomputePolicy]) -> None:
-        """Replay the steps of many policies together, which is faster than one by one; `of` knows
-        them then. Raises: as `evaluate`."""
+        """Replay the steps of many policies together, for `of`. Raises: as `evaluate`."""
         found = {}
         for policy in policies:
             if not policy.is_ahead:
-                times = times_of(self.units(policy)).plus(self._residual)
+                times = self._times(policy)
                 found[_key(times)] = times.both
         keys = [key for key in found if key not in self._steps_ms]
         for first in range(0, len(keys), _AT_ONCE):
             some = keys[first : first + _AT_ONCE]
             both = np.stack([found[key] for key in some], axis=-1)
-            unit = step_unit(self.schedule, float(both.sum(axis=(0, 1, 2)).max()))
-            steps = finished(self.schedule, *(both // unit)).max(axis=0) / (PS_PER_MS / unit)
+            steps = finished(self.schedule, *both).max(axis=0) / PS_PER_MS
             self._steps_ms.update(zip(some, steps.tolist(), strict=True))
 
     def step_ms(self, policy: RecomputePolicy) -> float:
         """Time of the step without waits for copies and for the host. Raises: as `evaluate`."""
-        return self._step_ms(times_of(self.units(policy)).plus(self._residual))
+        return self._step_ms(self._times(policy))
 
     def peak_alone(self, stage: int, policy: RecomputePolicy, bound: Bound = "high") -> Peak:
         """The peak of a stage by the choices of its own layers, without bytes of copies under way.
@@ -213,13 +204,12 @@ class PolicyCosts:
 
     def _of(self, policy: RecomputePolicy) -> PolicyCost:
         check_length(len(policy.layers), self.profile.num_layers, "The policy")
-        units = self.units(policy)
         step, stages = self.copies(policy), range(self.layout.num_stages)
         peaks = {
             bound: [self._peak(stage, policy, bound, step) for stage in stages]
             for bound in self._tables
         }
-        cost = self._with_times(units, peaks, step)
+        cost = self._with_times(self._times(policy), peaks, step)
         both_ms = self._both_ms(policy)
         if both_ms is None:
             return cost
@@ -234,11 +224,10 @@ class PolicyCosts:
     def met_ms(self, policy: RecomputePolicy) -> tuple[float, ...]:
         """Forward plus backward of one microbatch on each stage, if host and device meet before and
         after each, as Megatron's timers make them."""
-        units = self.units(policy)
         host = self._on_host(policy)
         if host is None:
-            return tuple((times_of(units).plus(self._residual).busy / PS_PER_MS).tolist())
-        return two_clocks.met_ms(self.profile, policy, (units, host), self._residual)
+            return tuple((self._times(policy).busy / PS_PER_MS).tolist())
+        return two_clocks.met_ms(self.profile, policy, (self.units(policy), host), self._residual)
 
     def _both_ms(self, policy: RecomputePolicy, begins_early: bool = True) -> float | None:
         """The step of both clocks; None where the host's is not known."""
@@ -312,21 +301,15 @@ class PolicyCosts:
         return RecomputePolicy(tuple(fastest_choice(self.high, layer) for layer in layers))
 
     @cached_property
-    def _plain(self) -> tuple[Times, float]:
-        """Times without recompute, and the step."""
-        times = times_of(self.units(self._fastest)).plus(self._residual)
-        return times, self._step_ms(times)
+    def _plain(self) -> Times:
+        """Times without recompute."""
+        return self._times(self._fastest)
 
     def _with_times(
-        self,
-        units: StageUnits,
-        peaks: dict[Bound, list[Peak]],
-        step: OffloadedStep | None,
+        self, times: Times, peaks: dict[Bound, list[Peak]], step: OffloadedStep | None
     ) -> PolicyCost:
-        times = times_of(units).plus(self._residual)
-        plain, plain_ms = self._plain
         m = self.schedule.num_microbatches
-        busy_ms, work_ms = ((part.busy / PS_PER_MS * m).tolist() for part in (times, plain))
+        busy_ms, work_ms = ((part.busy / PS_PER_MS * m).tolist() for part in (times, self._plain))
         mean_ms = sum(work_ms) / len(work_ms)
         nominal = peaks["nominal"]
         low, high = peaks.get("low", nominal), peaks.get("high", nominal)
@@ -346,18 +329,20 @@ class PolicyCosts:
             )
             for stage in range(self.layout.num_stages)
         )
-        step_ms = self._step_ms(times)
+        step_ms, plain_ms = self._step_ms(times), self._step_ms(self._plain)
         cost = PolicyCost(stages, step_ms, step_ms - max(busy_ms), step_ms - plain_ms)
         if times.ahead is not None:
             cost = replace(cost, ahead_ms=self._step_ms(replace(times, ahead=None)) - step_ms)
         return cost if step is None else _with_copies(cost, step, m)
 
+    def _times(self, policy: RecomputePolicy) -> Times:
+        return times_of(self.units(policy)).plus(self._residual)
+
     def _step_ms(self, times: Times) -> float:
         key = _key(times)
         if key not in self._steps_ms:
-            ahead = None if times.ahead is None else times.ahead / PS_PER_MS
-            both = times.forward / PS_PER_MS, times.backward / PS_PER_MS
-            self._steps_ms[key] = replay_ms(self.schedule, *both, ahead)
+            step_ps = finished(self.schedule, times.forward, times.backward, times.ahead).max()
+            self._steps_ms[key] = float(step_ps / PS_PER_MS)
         return self._steps_ms[key]
 
 
@@ -368,9 +353,8 @@ def _key(times: Times) -> tuple[bytes, ...]:
 
 def _is_uncertain(profile: Profile) -> bool:
     """Whether any bytes have an interval."""
-    records = [profile.embedding, profile.head, profile.final_norm, *profile.stages]
-    records += [record for kind in profile.kinds for record in kind.choices]
-    return any(record is not None and record.uncertainty_bytes for record in records)
+    records, stages = profile.all_records, profile.stages
+    return any(one.uncertainty_bytes for each in (records, stages) for one in each)
 
 
 def _with_copies(cost: PolicyCost, step: OffloadedStep, num_microbatches: int) -> PolicyCost:

@@ -1,13 +1,10 @@
-"""The order in which megatron-core runs forwards and backwards on every stage.
-
-The order is the same in megatron-core 0.16.1 and 0.19.2, so the version does not matter.
-"""
+"""The order in which megatron-core 0.16.1 and 0.19.2 run forwards and backwards on every stage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost.layout import Layout, check_at_least, check_chunks
@@ -55,22 +52,9 @@ class Schedule:
     forward."""
 
     @classmethod
-    def of_layout(
-        cls,
-        layout: Layout,
-        num_microbatches: int,
-        *,
-        microbatch_group_size: int | None = None,
-        overlap_moe_expert_parallel_comm: bool = False,
-    ) -> Schedule:
-        """The schedule of a layout's stages and chunks."""
-        return cls(
-            layout.num_stages,
-            layout.num_chunks,
-            num_microbatches,
-            microbatch_group_size,
-            overlap_moe_expert_parallel_comm,
-        )
+    def of_layout(cls, layout: Layout, num_microbatches: int, **settings: Any) -> Schedule:
+        """The schedule of a layout's stages and chunks, with other settings by name."""
+        return cls(layout.num_stages, layout.num_chunks, num_microbatches, **settings)
 
     def __post_init__(self) -> None:
         check_at_least(
@@ -117,13 +101,6 @@ class Schedule:
         """Microbatches that pass one chunk in a row."""
         return self.num_stages if self.microbatch_group_size is None else self.microbatch_group_size
 
-    @property
-    def runs_head_alone(self) -> bool:
-        """Whether the backward of a microbatch follows its forward in the chunk with the head, so
-        that no other one is in flight there."""
-        uneven = self.num_chunks > 1 and self.num_microbatches % self.group_size > 0
-        return not uneven and not self.overlap_moe_expert_parallel_comm
-
     def warmup(self, stage: int) -> int:
         """Return how many forwards the stage runs before forwards and backwards alternate.
 
@@ -169,17 +146,22 @@ class Schedule:
         more = self.num_microbatches - short.num_microbatches
         return [more if event >= once else 0 for event in range(events)]
 
-    def events(self, stage: int) -> tuple[Event, ...]:
-        """Return everything the stage does in a step, in order. Source: `get_schedule_table`."""
-        v, m, warmup = self.num_chunks, self.num_microbatches, self.warmup(stage)
+    def table(self) -> list[tuple[int, int]]:
+        """Microbatch and chunk of every forward in order, the same on each stage. Source:
+        `get_schedule_table`."""
+        v, m = self.num_chunks, self.num_microbatches
         size = self.group_size if v > 1 else m
-        table = [
+        return [
             (microbatch, chunk)
             for start in range(0, m, size)
             for chunk in range(v)
             for microbatch in range(start, min(start + size, m))
         ]
+
+    def events(self, stage: int) -> tuple[Event, ...]:
+        """Return everything the stage does in a step, in order."""
+        table, warmup, last = self.table(), self.warmup(stage), self.num_chunks - 1
         forwards = [Event("forward", chunk, microbatch) for microbatch, chunk in table]
-        backwards = [Event("backward", v - 1 - chunk, microbatch) for microbatch, chunk in table]
+        backwards = [Event("backward", last - chunk, microbatch) for microbatch, chunk in table]
         pairs = zip(forwards[warmup:], backwards, strict=False)
         return *forwards[:warmup], *chain(*pairs), *backwards[len(table) - warmup :]

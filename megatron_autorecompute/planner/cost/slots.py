@@ -1,16 +1,8 @@
 """Puts every event of a step into a slot, and says what each event waits for.
 
 Forward k of stage s stands in slot `stride * s + 2 * k`, and its backward j in the slot after
-forward `uncapped warm-up + j`. A stage then has at most one event per slot, in the right order, and
-every event's input stands in an earlier slot: `stride` slots earlier, or more where a microbatch
-goes from the last stage round to the first, because groups have at least p microbatches. While all
-stages run both directions, slots repeat with a *period*: one group of microbatches through all
-chunks.
-
-With several chunks, in warm-up and cool-down, a stage goes on only when its message is received,
-even with `overlap_p2p_comm`: a large message goes straight into the receiver's memory. The receiver
-asks for it when it has done its own event two slots before the one that needs it. With one chunk a
-stage never waits longer for its receiver than for what it receives.
+forward `uncapped warm-up + j` (docs/decisions/search.md). While all stages run both directions,
+slots repeat with a *period*: one group of microbatches through all chunks.
 """
 
 from __future__ import annotations
@@ -56,9 +48,7 @@ class Block:
 
     In the table of a run a row is a slot, after `lookback` rows from before the block, and a column
     is a stage: when the stage has finished what it has to do up to the slot. A *place* is the
-    number of an entry, row by row.
-
-    Every array is of shape [slot, stage].
+    number of an entry, row by row. Every array is of shape [slot, stage].
     """
 
     def __init__(self, schedule: Schedule, first: int, count: int) -> None:
@@ -80,14 +70,8 @@ class Block:
         self._waits = (self.taken != self.before).any(axis=1).tolist()
 
     def _put(self, schedule: Schedule, direction: int, since: Ints, places: Ints) -> None:
-        """Put all forwards, or all backwards.
-
-        Args:
-            schedule: the order of events.
-            direction: 0 is forwards.
-            since: slots since the first one of a step, `[slot, 1]`.
-            places: of the stages, in the order in which a microbatch passes them.
-        """
+        """Put all forwards (direction 0) or backwards; `since`: slots since the first of a step,
+        `[slot, 1]`; `places`: of the stages, in the order in which a microbatch passes them."""
         p, last, stride = schedule.num_stages, schedule.num_chunks - 1, schedule.stride
         total, step = schedule.num_microbatches * schedule.num_chunks, -1 if direction else 1
         since = since - stride * places
@@ -107,10 +91,6 @@ class Block:
             waits &= (place < p - 1) | (_chunk(schedule, events - 1) < last)
             taken = row - 2 * p + (stage + step) % p
             self.taken[there] = np.where(waits, taken, self.before[there])
-
-    def run(self, window: Ints, forward: Ints, backward: Ints, ahead: Ints | None = None) -> Ints:
-        """The last `lookback` rows after the block, from those before it."""
-        return self.table(window, forward, backward, ahead)[self.shape[0] :]
 
     def table(self, window: Ints, forward: Ints, backward: Ints, ahead: Ints | None = None) -> Ints:
         """The whole table: `[lookback + slot, stage, ...]`."""

@@ -1,13 +1,12 @@
 """Time of one microbatch on every stage and chunk, in whole picoseconds.
 
-The times of a stage's layers may add up to less, or more, than the measured time of the stage. The
-difference is its *residual*, which is added under every policy. It is divided over the stage's
-forwards and backwards in proportion to the least time of each, so that none becomes negative.
+What a stage was measured to take besides its layers is its *residual*. It is divided over forwards
+and backwards in proportion to the least time of each, so that none becomes negative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +14,7 @@ import numpy as np
 from megatron_autorecompute.planner.cost import Ints
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
 from megatron_autorecompute.planner.cost.peak_memory import stage_base
-from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable, Unit
-from megatron_autorecompute.profile import Profile
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable, StageUnits, Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class Times:
         return busy
 
 
-def times_of(units: Sequence[Sequence[Sequence[Unit]]]) -> Times:
+def times_of(units: StageUnits) -> Times:
     """Times of the units of every stage and chunk, `[stage][chunk]`."""
 
     def sums(figure: Callable[[Unit], int]) -> Ints:
@@ -59,17 +57,13 @@ def times_of(units: Sequence[Sequence[Sequence[Unit]]]) -> Times:
     return Times(forward, backward, ahead if ahead.any() else None)
 
 
-def residual_ms(profile: Profile, layout: Layout, stage: int) -> float:
-    """Measured minus predicted time of one microbatch; 0 if this stage was not measured."""
-    measured = stage_base(profile, layout, stage).measured
-    return profile.stages[stage].residual_ms if measured else 0.0
-
-
 def residual_times(table: CostTable, layout: Layout) -> Times:
-    """The residuals, which are added to the times of every policy; see the module docstring."""
+    """The residuals, which are added to the times of every policy."""
     found = np.zeros((2, layout.num_stages, layout.num_chunks), np.int64)
     for stage, chunks in enumerate(layout.stages):
-        residual = round(residual_ms(table.profile, layout, stage) * PS_PER_MS)
+        if not stage_base(table.profile, layout, stage).measured:
+            continue
+        residual = round(table.profile.stages[stage].residual_ms * PS_PER_MS)
         if residual:
             least = np.array([least_times(table, chunk) for chunk in chunks]).T
             if not least.any():

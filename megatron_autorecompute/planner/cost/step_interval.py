@@ -1,13 +1,8 @@
 """What the errors of a profile's times make of a step: its interval, and which of two is shorter.
 
-A measured time is the lower quartile of some runs, so it errs. The error of a record is shared by
-all layers and microbatches that it stands for, and so does not average out over a step; errors of
-different records are independent. A stage's residual is added under every policy; it may as well
-be a share of the stage's work, and both readings count.
-
-A step is the longest of many paths, and on each path a sum of times. So it is at least any one
-path, whatever the errors: this gives the low end. The high end is the longest step at errors whose
-joint size is as improbable as the end says, found by going from path to path.
+The error of a record is shared by all layers and microbatches that it stands for; errors of
+different records are independent (docs/decisions/search.md). A stage's residual is added under
+every policy; it may as well be a share of the stage's work, and both readings count.
 """
 
 from __future__ import annotations
@@ -31,12 +26,11 @@ from megatron_autorecompute.planner.cost.stage_times import (
     residual_times,
     times_of,
 )
-from megatron_autorecompute.planner.cost.step_time import critical_paths, finished, step_unit
+from megatron_autorecompute.planner.cost.step_time import critical_paths, finished
 from megatron_autorecompute.planner.cost.two_clocks import records_of
-from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable, Unit
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable, StageUnits
 from megatron_autorecompute.policy import RecomputePolicy
-from megatron_autorecompute.profile import ChoiceRecord, LayerKind, Profile
-from megatron_autorecompute.work_order import contains
+from megatron_autorecompute.profile import ChoiceRecord, Profile
 
 COVERAGE = 0.95
 COVERS = f"It covers the step of the true times in at least {COVERAGE:.0%} of profiles."
@@ -85,17 +79,6 @@ def deviation_ms(record: ChoiceRecord) -> float:
     return max(one, turns)
 
 
-def is_tie(kind: LayerKind, record: ChoiceRecord) -> bool:
-    """Whether a choice is not slower than one that it contains in 95% of profiles: errors hide what
-    its further recompute takes."""
-    for other in kind.choices:
-        error_ms = math.hypot(deviation_ms(record), deviation_ms(other))
-        more_ms = record.forward_ms + record.backward_ms - other.forward_ms - other.backward_ms
-        if contains(record.policy, other.policy) and more_ms < _SURELY * error_ms:
-            return True
-    return False
-
-
 def ties(
     costs: PolicyCosts, policy: RecomputePolicy, others: Iterable[RecomputePolicy]
 ) -> Iterator[bool]:
@@ -112,19 +95,11 @@ def ties(
 
 
 def _errs(profile: Profile) -> bool:
-    outside = profile.embedding, profile.head, profile.final_norm
-    records = [record for kind in profile.kinds for record in kind.choices]
-    records += [record for record in outside if record is not None]
-    return bool(profile.times_error) or any(map(deviation_ms, records))
+    return bool(profile.times_error) or any(map(deviation_ms, profile.all_records))
 
 
 class StepErrors:
-    """Errors of the step of one policy.
-
-    Args:
-        costs: the costs of the profile, the layout and the schedule.
-        policy: made of choices that the profile has records of.
-    """
+    """Errors of the step of one policy, which is made of recorded choices."""
 
     def __init__(self, costs: PolicyCosts, policy: RecomputePolicy) -> None:
         self._clocks = [_readings(costs, policy, table) for table in costs.clock_tables]
@@ -198,9 +173,7 @@ def _grown(table: CostTable, layout: Layout, own: Times, residual: Times) -> Tim
     return Times(forward, backward, own.ahead).plus(Times(nothing, nothing))
 
 
-def _errors_of(
-    profile: Profile, policy: RecomputePolicy, units: Sequence[Sequence[Sequence[Unit]]], own: Times
-) -> _Errors:
+def _errors_of(profile: Profile, policy: RecomputePolicy, units: StageUnits, own: Times) -> _Errors:
     """A unit's error is shared by forward and backward as its time is."""
     found: dict[_Source, Floats] = {}
     size = profile.parallelism.micro_batch_size  # another size was measured on its own
@@ -226,7 +199,6 @@ class _Reading:
 
     def __init__(self, schedule: Schedule, times: Times, errors: _Errors) -> None:
         self.schedule, self.times, self.errors = schedule, times, errors
-        self.unit = step_unit(schedule, 2.0 * float(times.busy.sum()))
         self.step_ps = self._step_ps(times)
 
     @cached_property
@@ -263,14 +235,10 @@ class _Reading:
         return more_ps > _SURELY * _size(apart)
 
     def _paths_of(self, times: Times) -> list[Ints]:
-        return critical_paths(
-            self.schedule, times.forward // self.unit, times.backward // self.unit
-        )
+        return critical_paths(self.schedule, times.forward, times.backward)
 
     def _step_ps(self, times: Times) -> float:
-        forward, backward = times.forward // self.unit, times.backward // self.unit
-        ahead = None if times.ahead is None else times.ahead // self.unit
-        return float(finished(self.schedule, forward, backward, ahead).max()) * self.unit
+        return float(finished(self.schedule, times.forward, times.backward, times.ahead).max())
 
     def _length_ps(self, path: Ints) -> float:
         length_ps = (path[0] * self.times.forward + path[1] * self.times.backward).sum()

@@ -1,22 +1,11 @@
 """The length of a step: every event starts when its stage is free and its input has arrived.
 
-Messages take no time (as with Megatron's `overlap_p2p_comm`), but some are waited for until they
-are received (`slots.py`). A forward and a backward that EP overlap runs side by side are replayed
-one after the other. Optimizer and gradient reduction are not included.
-
-The steady state of a step repeats, so replaying more microbatches costs little. A period of `slots`
-begins with the times at which each stage finished its last few slots. It maps these times to new
-ones by a convex function, a maximum of sums. So if two periods in a row took the same time on every
-stage, and so does the n-th period after them, all periods between took that time as well and need
-no replay.
-
-Which events wait for which is up to the schedule; choices change only their times. So the events on
-any one path never take longer than the step, and the counts of `critical_paths` bound all choices.
+Messages take no time, but some are waited for until they are received (`slots.py`). Optimizer and
+gradient reduction are not included. docs/decisions/search.md says why what repeats needs no replay.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,9 +17,6 @@ from megatron_autorecompute.planner.cost import Floats, Ints
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.slots import Block, block, num_slots, steady
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
-
-MOST = 1 << 61
-"""Sums of times stay below this."""
 
 
 def replay_ms(
@@ -49,8 +35,8 @@ def replay_ms(
 
     Raises PipelineError for wrong shapes and for times that are negative or not finite.
     """
-    times, per_ms = _whole(schedule, forward_ms, backward_ms, ahead_ms)
-    return float(finished(schedule, *times).max() / per_ms)
+    times = _whole(schedule, forward_ms, backward_ms, ahead_ms)
+    return float(finished(schedule, *times).max() / PS_PER_MS)
 
 
 def event_ends_ms(
@@ -60,21 +46,12 @@ def event_ends_ms(
     ahead_ms: Sequence[Sequence[float]] | Floats | None = None,
 ) -> list[Floats]:
     """When each event of each stage ends, in the stage's order; arguments as of `replay_ms`."""
-    times, per_ms = _whole(schedule, forward_ms, backward_ms, ahead_ms)
+    times = _whole(schedule, forward_ms, backward_ms, ahead_ms)
     slots = block(schedule, 0, num_slots(schedule))
     window = np.zeros((slots.lookback, schedule.num_stages), np.int64)
-    ends = slots.table(window, *times)[slots.lookback :] / per_ms
+    ends = slots.table(window, *times)[slots.lookback :] / PS_PER_MS
     stands = slots.direction >= 0
     return [ends[stands[:, stage], stage] for stage in range(schedule.num_stages)]
-
-
-def step_unit(schedule: Schedule, all_ps: float) -> int:
-    """The unit of time, in ps, in which sums stay exact: 1, or more for steps of weeks.
-
-    `all_ps` is the time of one microbatch on all stages together.
-    """
-    share, power = math.frexp(schedule.num_microbatches * all_ps / MOST)
-    return 1 << max(0, power - (share == 0.5))
 
 
 def finished(schedule: Schedule, forward: Ints, backward: Ints, ahead: Ints | None = None) -> Ints:
@@ -82,11 +59,10 @@ def finished(schedule: Schedule, forward: Ints, backward: Ints, ahead: Ints | No
 
     Args:
         schedule: the order of events.
-        forward: time of one forward, of shape [stage, chunk, ...]; further dimensions are
-            candidates that are replayed together. In any unit; see `step_unit`.
-        backward: time of one backward, of the same shape and unit.
-        ahead: the part of it that needs no gradient to begin, as soon as the stage is free; None:
-            nothing.
+        forward: time of one forward, of shape [stage, chunk, ...], in any unit; further dimensions
+            are candidates that are replayed together.
+        backward: time of one backward.
+        ahead: the part of it that needs no gradient to begin; None: nothing.
     """
     for part in parts(schedule, forward, backward, ahead):
         finish: Ints = part.after[-1]
@@ -130,9 +106,10 @@ def parts(
         if before is not None and done < periods and np.array_equal(step, before):
             window, more = part.after, periods - done
             # Half as many until the last of them takes as long.
-            while more and not np.array_equal(
-                period.run(window + (more - 1) * step, *times), window + more * step
-            ):
+            while more:
+                again = period.table(window + (more - 1) * step, *times)[length:]
+                if np.array_equal(again, window + more * step):
+                    break
                 more //= 2
             if more:
                 part = Part(period, period.table(window, *times), step, more)
@@ -142,32 +119,25 @@ def parts(
     yield Part(rest, rest.table(part.after, *times))
 
 
-def _times(schedule: Schedule, times: Sequence[Sequence[float]] | Floats, name: str) -> Floats:
-    shape = (schedule.num_stages, schedule.num_chunks)
-    found = [len(row) for row in times]
-    if found != [shape[1]] * shape[0]:
-        raise PipelineError(
-            f"{name} must have {shape[0]} stages of {shape[1]} chunks; found chunks {found}."
-        )
-    values = np.array(times, np.float64)
-    if not (np.isfinite(values).all() and (values >= 0).all()):
-        raise PipelineError(f"{name} must be finite and not negative; found {values.tolist()}.")
-    return values
-
-
 def _whole(
     schedule: Schedule, forward_ms: Any, backward_ms: Any, ahead_ms: Any
-) -> tuple[tuple[Ints, Ints, Ints | None], float]:
-    """Times in a unit whose sums stay exact, and how many of it a millisecond has."""
-    forward = _times(schedule, forward_ms, "forward_ms")
-    backward = _times(schedule, backward_ms, "backward_ms")
-    per_ms = PS_PER_MS / step_unit(schedule, float((forward + backward).sum()) * PS_PER_MS)
-    ahead = None if ahead_ms is None else _rounded(_times(schedule, ahead_ms, "ahead_ms") * per_ms)
-    return (_rounded(forward * per_ms), _rounded(backward * per_ms), ahead), per_ms
+) -> tuple[Ints, Ints, Ints | None]:
+    """The times in picoseconds."""
 
+    def whole(times: Any, name: str) -> Ints:
+        shape = (schedule.num_stages, schedule.num_chunks)
+        found = [len(row) for row in times]
+        if found != [shape[1]] * shape[0]:
+            raise PipelineError(
+                f"{name} must have {shape[0]} stages of {shape[1]} chunks; found chunks {found}."
+            )
+        values = np.array(times, np.float64)
+        if not (np.isfinite(values).all() and (values >= 0).all()):
+            raise PipelineError(f"{name} must be finite and not negative; found {values.tolist()}.")
+        return np.rint(values * PS_PER_MS).astype(np.int64)
 
-def _rounded(values: Floats) -> Ints:
-    return np.rint(values).astype(np.int64)
+    ahead = None if ahead_ms is None else whole(ahead_ms, "ahead_ms")
+    return whole(forward_ms, "forward_ms"), whole(backward_ms, "backward_ms"), ahead
 
 
 _Place = tuple[int, int]
@@ -175,16 +145,12 @@ _Place = tuple[int, int]
 
 
 def critical_paths(schedule: Schedule, forward: Ints, backward: Ints) -> list[Ints]:
-    """How often each event is on a longest path, `[direction, stage, chunk]`, forwards first.
+    """How often each event is on a longest path, `[direction, stage, chunk]`, forwards first; times
+    `[stage, chunk]`, as of `finished`.
 
     Where an event could start neither sooner for its stage nor for another one, one path goes on
     with the stage's event before it, and the other with where its input was made, or where what the
     stage sent was received. Two, or one where they are the same.
-
-    Args:
-        schedule: the order of events.
-        forward: time of one forward, `[stage, chunk]`, as of `finished`.
-        backward: the same of one backward.
     """
     replayed = [(part, part.table) for part in parts(schedule, forward, backward)]
     one, other = (_Walk(forward, backward, own).whole(replayed) for own in (True, False))

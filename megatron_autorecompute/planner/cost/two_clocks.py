@@ -1,15 +1,9 @@
 """A step under two clocks: the host launches kernels, and the device runs them in a queue.
 
-For a layer the host needs the time h and the device the time d. The host goes on after h. The
-device finishes d after the layer before, but never before the host has launched the layer. Kernels
-are assumed to be launched evenly, so a layer that the device waits for ends after the longer of h
-and d. If the host waits for the device, to read a value, both go on together. So a matrix over
-maxima (as sums) and sums (as products) takes the moments of host and device before a layer to those
-after it. The product of its layers' matrices does the same for a microbatch.
-
-On one stage both clocks run on from microbatch to microbatch. In a pipeline a stage's host waits at
-each exchange with its neighbours (Megatron's `batch_p2p_sync`), so the clocks meet at every forward
-and backward.
+A matrix over maxima (as sums) and sums (as products) takes the moments of host and device before a
+layer to those after it (docs/decisions/measuring.md). In a pipeline a stage's host waits at each
+exchange with its neighbours (Megatron's `batch_p2p_sync`), so the clocks meet at every forward and
+backward.
 """
 
 from __future__ import annotations
@@ -24,57 +18,28 @@ from megatron_autorecompute.planner.cost import Floats
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.stage_times import Times, times_of
 from megatron_autorecompute.planner.cost.step_time import replay_ms
-from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, Unit
-from megatron_autorecompute.policy import FULL, NONE, RecomputePolicy
-from megatron_autorecompute.profile import ChoiceRecord, LayerKind, Profile
+from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, StageUnits, Unit
+from megatron_autorecompute.policy import FULL, RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, Profile
 
-Units = Sequence[Sequence[Sequence[Unit]]]
-"""`[stage][chunk]`"""
 _NEVER = -np.inf
 
 
 def knows_host(profile: Profile) -> bool:
     """Whether any record says what the host takes."""
-    return any(record.host for kind in profile.kinds for record in kind.choices)
+    return any(record.host for record in profile.all_records)
 
 
-def mixed(profile: Profile, share: float) -> Profile:
-    """The profile of one clock: a share of the host's times, and the rest of the device's.
-
-    A step takes at least what either clock alone takes, and so at least any mixture of them.
-    """
+def of_clock(profile: Profile, host: bool) -> Profile:
+    """The profile of the host's or the device's clock alone. No step takes less than either."""
 
     def of(record: ChoiceRecord) -> ChoiceRecord:
-        host = record.host
-        if host is None:
-            return record
-        times = {
-            name: share * getattr(host, name) + (1 - share) * getattr(record, name)
-            for name in ("forward_ms", "backward_ms", "spread_ms", "turn_spread_ms")
-        }
-        return replace(record, host=None, **times)
+        own = record.host if host else None
+        names = ("forward_ms", "backward_ms", "spread_ms", "turn_spread_ms") if own else ()
+        return replace(record, host=None, **{name: getattr(own, name) for name in names})
 
-    error = share * profile.host_times_error + (1 - share) * profile.times_error
-    one = profile.each_record(of)
-    kinds = (
-        replace(own, checkpoint_ms=share * _checkpoint_ms(both))
-        for own, both in zip(one.kinds, profile.kinds, strict=True)
-    )
-    return replace(one, kinds=tuple(kinds), times_error=error)
-
-
-def _checkpoint_ms(kind: LayerKind) -> float:
-    """What a checkpoint takes the host beside two forwards and a backward of its layer.
-
-    On the device it takes nothing that is known: kernels of a group are those of its layers.
-    """
-    records = kind.record(NONE), kind.record(FULL.as_megatron) or kind.record(FULL)
-    hosts = [record.host for record in records if record and record.host]
-    if len(hosts) < len(records) or any(one.forward_waits or one.backward_waits for one in hosts):
-        return 0.0
-    none, full = hosts
-    plain_ms = 2 * none.forward_ms + none.backward_ms
-    return max(0.0, full.forward_ms + full.backward_ms - plain_ms)
+    error = profile.host_times_error if host else profile.times_error
+    return replace(profile.each_record(of), times_error=error)
 
 
 def records_of(
@@ -102,7 +67,7 @@ def step_ms(
     profile: Profile,
     schedule: Schedule,
     policy: RecomputePolicy,
-    units: tuple[Units, Units],
+    units: tuple[StageUnits, StageUnits],
     residual: Times,
     *,
     begins_early: bool = True,
@@ -110,9 +75,6 @@ def step_ms(
     """Milliseconds of a step; of what begins early it counts what is less of the two clocks.
 
     Args:
-        profile: the profile of both clocks.
-        schedule: the order of events.
-        policy: the policy that runs.
         units: with the device's times, and with the host's.
         residual: what every pass takes besides, on both clocks.
         begins_early: whether marked recompute begins before the gradient is there.
@@ -128,10 +90,10 @@ def step_ms(
 
 
 def met_ms(
-    profile: Profile, policy: RecomputePolicy, units: tuple[Units, Units], residual: Times
+    profile: Profile, policy: RecomputePolicy, units: tuple[StageUnits, StageUnits], residual: Times
 ) -> tuple[float, ...]:
     """Forward plus backward of one microbatch on each stage, if host and device meet before and
-    after each, as Megatron's timers make them; arguments as of `step_ms`."""
+    after each; arguments as of `step_ms`."""
     ways = map(_met, _passes(profile, policy, units, residual))
     return tuple(sum(map(sum, both)) for both in zip(*ways, strict=True))
 
@@ -141,7 +103,7 @@ def _met(matrices: Sequence[Sequence[Floats]]) -> list[list[float]]:
 
 
 def _passes(
-    profile: Profile, policy: RecomputePolicy, units: tuple[Units, Units], residual: Times
+    profile: Profile, policy: RecomputePolicy, units: tuple[StageUnits, StageUnits], residual: Times
 ) -> list[list[list[Floats]]]:
     """The matrix of the forward and of the backward of every `[stage][chunk]`."""
     return [

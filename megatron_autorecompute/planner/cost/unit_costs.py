@@ -1,17 +1,14 @@
 """Looks up in a profile's records what each unit of a chunk costs under a policy.
 
 A *unit* is a layer with its choice, one checkpoint around several layers, the embedding, the final
-norm, or the head.
-
-Inside the planner, times are whole picoseconds, so that sums are exact and equal times are equal. A
-picosecond is far below the resolution of any timer.
+norm, or the head. Times are whole picoseconds, so that sums are exact and equal times are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -78,16 +75,12 @@ class Unit:
     kept_gradient_bytes: int = 0
     """What its backward transient grows by as the chunk's last unit, because the schedule keeps the
     gradient of its output to the end. Nothing for a checkpoint, which keeps it itself."""
+    # The record's fields of these names.
     parts: tuple[PartBytes, ...] = ()
-    """The record's parts."""
     input_stays: bool = False
-    """The record's field of that name."""
     output_keeps_bytes: int = 0
-    """The record's field of that name."""
     offload_groups: tuple[OffloadGroup, ...] = ()
-    """The record's field of that name."""
     graph: LayerBytes | None = None
-    """The record's field of that name."""
     ahead: Ahead | None = None
     """What begins ahead; None: its recompute begins in its backward."""
 
@@ -107,11 +100,12 @@ class Unit:
         return tuple(getattr(self, column) for column in COLUMNS)
 
 
-class _Recorded:
-    """The shifted records of one kind.
+StageUnits = Sequence[Sequence[tuple[Unit, ...]]]
+"""`[stage][chunk]`"""
 
-    found: those that the profile has, by choice.
-    """
+
+class _Recorded:
+    """The shifted records of one kind, of those that the profile has by choice."""
 
     def __init__(self, kind: LayerKind, found: dict[LayerPolicy, ChoiceRecord]) -> None:
         self.kind, self.planned = kind, tuple(found)
@@ -179,16 +173,13 @@ class CostTable:
         return self._of_layers[layer].records.get(choice.in_time)
 
     def choices(self, layer: int) -> tuple[LayerPolicy, ...]:
-        """The choices of one layer that have records, without groups, in the profile's order.
-
-        Whether a layer leaves as a whole is no choice of its own: Megatron moves the first N. Nor
-        is to rerun what no backward reads, beside the same choice without.
+        """The choices of one layer that have records, without groups, in the profile's order; not
+        whether it leaves as a whole (Megatron moves the first N), nor what reruns more for nothing.
         """
         return self._of_layers[layer].single
 
     def without_dead_work(self, policy: RecomputePolicy) -> RecomputePolicy:
-        """The policy that holds the same and, where the profile knows it, reruns nothing that no
-        backward reads."""
+        """The policy that holds the same and reruns nothing that no backward reads, if known."""
         plain = (replace(choice, rerun_all=False) for choice in policy.layers)
         pairs = enumerate(zip(policy.layers, plain, strict=True))
         return RecomputePolicy(
@@ -210,11 +201,8 @@ class CostTable:
         return max((c.inner for own in self._of_kinds for c in own.records), default=0)
 
     def what_runs(self, layer: int, choice: LayerPolicy) -> LayerPolicy:
-        """What Megatron runs on a layer when a setting is given to all layers.
-
-        Modules that the layer lacks are left out, such as `moe` on a dense layer. A layer is
-        assumed to lack a module that is in none of its kind's records.
-        """
+        """What Megatron runs on a layer when a setting is given to all layers: without modules that
+        are in none of its kind's records, such as `moe` on a dense layer."""
         if choice.granularity != "selective" or self.record(layer, choice) is not None:
             return choice
         has = self._of_layers[layer].modules
@@ -229,21 +217,22 @@ class CostTable:
         equals = self._of_layers[layer].kind.equals
         return frozenset([choice, *(inert for inert, other in equals.items() if other == choice)])
 
-    def layer(
-        self, layer: int, policy: LayerPolicy, received: bool = False, alone: bool = False
-    ) -> Unit:
-        """Costs of one layer; `received` if another stage sent its input, which then stays alive,
-        `alone` if no other microbatch ever is in flight.
+    def layer(self, layer: int, policy: LayerPolicy, received: bool = False) -> Unit:
+        """Costs of one layer; `received` if another stage sent its input, which then stays alive.
 
         Raises: ProfileError when the profile has no record of the choice.
         """
-        return self._units(layer, policy, received, alone)
+        key = layer, policy, received
+        if key not in self._units:
+            self._units[key] = self._unit_of(*key)
+        return self._units[key]
 
     @cached_property
-    def _units(self) -> Callable[[int, LayerPolicy, bool, bool], Unit]:
-        return cache(self._unit_of)
+    def _units(self) -> dict[tuple[int, LayerPolicy, bool], Unit]:
+        """What `layer` found."""
+        return {}
 
-    def _unit_of(self, layer: int, policy: LayerPolicy, received: bool, alone: bool) -> Unit:
+    def _unit_of(self, layer: int, policy: LayerPolicy, received: bool) -> Unit:
         record = self.record(layer, policy)
         if record is None:
             kind = self._of_layers[layer].kind
@@ -254,8 +243,6 @@ class CostTable:
             )
         if received and not record.input_kept:
             record = self._with_input(record)
-        if alone:
-            record = _counted_once(record)
         kept = record.kept_gradient_bytes
         if kept is None:
             whole = policy.granularity == "full" and not policy.inner
@@ -263,14 +250,13 @@ class CostTable:
         return _unit(f"layer {layer}", (layer,), record, kept)
 
     def layer_in(self, chunk: Chunk, layer: int, policy: LayerPolicy) -> Unit:
-        """Costs of a layer at its place in a chunk. If the chunk has both the final norm and the
-        first MTP depth, the norm is part of the depth. Raises: as `layer`.
-        """
+        """Costs of a layer at its place in a chunk; if it has both the final norm and the first MTP
+        depth, the norm is part of the depth. Raises: as `layer`."""
         first, norm = layer == chunk.layers[0], self.profile.final_norm
         if layer != self.profile.model.num_layers:
-            unit = self.layer(layer, policy.in_time, first and not chunk.embedding, chunk.head)
+            unit = self.layer(layer, policy.in_time, first and not chunk.embedding)
             return self._early(unit, chunk) if policy.ahead else unit
-        unit = self.layer(layer, policy, alone=chunk.head)
+        unit = self.layer(layer, policy)
         return unit if first or norm is None else _behind(self._shifted(norm, 1.0), unit)
 
     def _early(self, unit: Unit, chunk: Chunk) -> Unit:
@@ -304,8 +290,7 @@ class CostTable:
         self, chunk: Chunk, layer: int, choices: tuple[LayerPolicy, ...]
     ) -> tuple[Ints, Ints]:
         """Costs of choices of a layer at its place in a chunk, `[column, choice]`, and for each
-        its `kept_gradient_bytes`. Raises: as `layer`.
-        """
+        its `kept_gradient_bytes`. Raises: as `layer`."""
         first, depth = layer == chunk.layers[0], layer == self.profile.model.num_layers
         alike = self._of_layers[layer].kind.name, first, depth, chunk.embedding, chunk.head, choices
         if alike not in self._alike:
@@ -373,7 +358,6 @@ class CostTable:
         in either direction, the held bytes of layers 0 to i under `none` are alive, and the
         transient of layer i. A checkpoint keeps more (the incoming gradient, saved random states):
         this is the difference between the record of `full` and the same sum for one layer.
-        What it takes beside its layers (`LayerKind.checkpoint_ms`) it takes once.
         A recorded `full/g` replaces all of this.
 
         The result ends before the first layer that cannot be in a group: a layer without records of
@@ -397,8 +381,6 @@ class CostTable:
         # Of a group the last layer alone ends with work that nothing reads.
         last = whole if choice.rerun_all else full
         costs[TIMES] = last[TIMES] + whole[TIMES].cumsum(axis=1) - whole[TIMES]
-        once = np.array([_ps(self._of_layers[i].kind.checkpoint_ms) for i in own.tolist()])
-        costs[COLUMNS.index("backward_ps")] -= once.cumsum() - once[0]
         self._put_measured(costs, layers, choice)
         return costs
 
@@ -483,7 +465,7 @@ class CostTable:
             units += [self._early(u, chunk) if run.policy.ahead else u for u in together]
         return (*units, *after)
 
-    def units(self, layout: Layout, policy: RecomputePolicy) -> list[list[tuple[Unit, ...]]]:
+    def units(self, layout: Layout, policy: RecomputePolicy) -> StageUnits:
         """The units of every stage and chunk, `[stage][chunk]`; raises as `chunk_units`."""
         return [[self.chunk_units(chunk, policy) for chunk in own] for own in layout.stages]
 
@@ -494,17 +476,6 @@ def hidden_states_received(profile: Profile, chunk: Chunk) -> int:
     depths = profile.model.mtp_num_layers
     has_depths = any(layer >= profile.model.num_layers for layer in chunk.layers)
     return 1 if not chunk.head or has_depths else 1 + depths
-
-
-def _counted_once(record: ChoiceRecord) -> ChoiceRecord:
-    """The record without what static bytes contain as well; the backward's highest point counts
-    what the dispatcher keeps after it as static."""
-    size_bytes = min(record.also_static_bytes, record.held_bytes)
-    return replace(
-        record,
-        held_bytes=record.held_bytes - size_bytes,
-        backward_transient_bytes=record.backward_transient_bytes + size_bytes,
-    )
 
 
 def _scaled(group: OffloadGroup, factor: float) -> OffloadGroup:
@@ -519,24 +490,24 @@ def _ps(time_ms: float) -> int:
     return round(time_ms * PS_PER_MS)
 
 
+_SAME = (
+    *("held_bytes", "forward_transient_bytes", "backward_transient_bytes", "parts", "graph"),
+    *("input_stays", "output_keeps_bytes", "offload_groups"),
+)
+"""Fields that a unit has from its record."""
+
+
 def _unit(
     name: str, layers: tuple[int, ...], record: ChoiceRecord, kept_gradient_bytes: int = 0
 ) -> Unit:
     return Unit(
         name,
         layers,
-        record.held_bytes,
-        record.forward_transient_bytes,
-        record.backward_transient_bytes,
-        _ps(record.forward_ms),
-        _ps(record.backward_ms),
-        _ps(record.spread_ms),
-        kept_gradient_bytes,
-        record.parts,
-        record.input_stays,
-        record.output_keeps_bytes,
-        record.offload_groups,
-        record.graph,
+        forward_ps=_ps(record.forward_ms),
+        backward_ps=_ps(record.backward_ms),
+        spread_ps=_ps(record.spread_ms),
+        kept_gradient_bytes=kept_gradient_bytes,
+        **{field: getattr(record, field) for field in _SAME},
     )
 
 

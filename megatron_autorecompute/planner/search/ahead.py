@@ -18,7 +18,7 @@ import numpy as np
 from megatron_autorecompute.planner.cost import Ints
 from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.stage_times import least_times, residual_times, times_of
-from megatron_autorecompute.planner.cost.step_time import finished, step_unit
+from megatron_autorecompute.planner.cost.step_time import finished
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import Solution, StageEvidence, proven
@@ -70,8 +70,6 @@ class _Levels:
         for level in self._levels[::_LEVELS_A_RUNG]:
             found = [stage.fastest(level) for stage in stages.all]
             self._ladder.append(self._rungs([choice for choice in found if choice is not None]))
-        slowest = np.array([[rung.times[0].sum() for rung in own] for own in self._ladder])
-        self._unit = step_unit(problem.schedule, float(slowest.max(axis=0).sum()))
 
     def shortest(self) -> RecomputePolicy:
         """The best found at the highest level within the budgets."""
@@ -138,9 +136,9 @@ class _Levels:
         return best_of_all
 
     def _steps(self, times: Ints, chosen: Ints) -> Ints:
-        """The steps of rungs `[..., stage]`, in the unit."""
+        """The steps of rungs `[..., stage]`, in ps."""
         own = times[chosen, np.arange(chosen.shape[-1])].reshape(-1, *times.shape[1:])
-        forward, backward, ahead = np.moveaxis(own, (2, 0), (0, -1)) // self._unit
+        forward, backward, ahead = np.moveaxis(own, (2, 0), (0, -1))
         found: Ints = finished(self._problem.schedule, forward, backward, ahead).max(axis=0)
         steps: Ints = found.reshape(chosen.shape[:-1])
         return steps

@@ -19,7 +19,6 @@ from megatron_autorecompute.planner.cost.step_time import (
     critical_paths,
     finished,
     one_path_each,
-    step_unit,
 )
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
 from megatron_autorecompute.planner.search.stage_plans import Mixture, Pools, Program, StagePlans
@@ -37,13 +36,10 @@ class Replay:
     Args:
         schedule: the order of events.
         residual: added to the time of every event, `[direction, stage, chunk]`, ps.
-        most_ps: more than one microbatch takes on all stages together.
     """
 
-    def __init__(self, schedule: Schedule, residual: Ints, most_ps: float) -> None:
+    def __init__(self, schedule: Schedule, residual: Ints) -> None:
         self.schedule, self.residual = schedule, residual
-        self.unit = step_unit(schedule, most_ps)
-        """Picoseconds that steps are counted in."""
 
     def times(self, own: Ints) -> Ints:
         """Own times with the residual, `[direction, stage, chunk]`, ps."""
@@ -51,13 +47,12 @@ class Replay:
         return found
 
     def step(self, times: Ints) -> int:
-        """The step in units."""
+        """The step in ps."""
         return int(self.steps(times[..., None])[0])
 
     def steps(self, times: Ints) -> Ints:
         """The steps of candidates, which are the last dimension of the times."""
-        forward, backward = times // self.unit
-        found: Ints = finished(self.schedule, forward, backward).max(axis=0)
+        found: Ints = finished(self.schedule, *times).max(axis=0)
         return found
 
     @property
@@ -74,14 +69,14 @@ class Replay:
 
     def paths(self, times: Ints) -> list[Ints]:
         """How often each event is on a longest path, `[direction, stage, chunk]`."""
-        return critical_paths(self.schedule, *(times // self.unit))
+        return critical_paths(self.schedule, *times)
 
     def paths_if_slower(self, times: Ints, share: int) -> list[Ints]:
         """The longest paths if one stage after another took a share more."""
         slower = np.repeat(times[..., None], times.shape[1], axis=-1)
         for stage in range(times.shape[1]):
             slower[:, stage, :, stage] += slower[:, stage, :, stage] // share
-        return one_path_each(self.schedule, *(slower // self.unit))
+        return one_path_each(self.schedule, *slower)
 
 
 def length(path: Ints, times: Ints | Floats) -> float:
@@ -120,7 +115,7 @@ class Master:
         """No step is shorter, in ps."""
         lean = self.times([stage.lean for stage in stages])
         self.center = (1 << 62, lean)
-        """The shortest step of fractional times, in units, and these times."""
+        """The shortest step of fractional times, in ps, and these times."""
         self.last: Mixture | None = None
         for stage, known in enumerate(stages):
             self.put(stage, known.lean)
@@ -222,7 +217,7 @@ class Master:
                 self.bound, self.last, self.best_weights = max(self.bound, bound), solved, weights
             times = self.replay.times(np.rint(solved.times).astype(np.int64))
             fresh = self.cut(times, solved.step)
-            near = self.center[0] * self.replay.unit <= (1 + _CLOSE) * self.bound
+            near = self.center[0] <= (1 + _CLOSE) * self.bound
             if not new and (not fresh or near):
                 break
 

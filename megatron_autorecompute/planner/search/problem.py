@@ -9,11 +9,7 @@ from typing import Any, Literal
 
 from megatron_autorecompute.errors import OptionError, PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
-from megatron_autorecompute.planner.cost.peak_memory import (
-    check_figures,
-    check_layout,
-    for_schedule,
-)
+from megatron_autorecompute.planner.cost.peak_memory import check_figures, check_layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, PolicyCosts
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
@@ -87,8 +83,6 @@ class Problem:
     def __post_init__(self) -> None:
         check_layout(self.profile, self.layout, self.schedule)
         check_figures(self.profile, self.schedule)
-        # Frozen: this is the one place where a field is set.
-        object.__setattr__(self, "profile", for_schedule(self.profile, self.schedule))
         self._check_budgets()
         if len(self.budgets) != self.layout.num_stages:
             raise PolicyError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_autorecompute.errors import InfeasibleError, OptionError
-from megatron_autorecompute.planner.cost.two_clocks import knows_host, mixed
+from megatron_autorecompute.planner.cost.two_clocks import knows_host, of_clock
 from megatron_autorecompute.planner.search.manual import may_offload
 from megatron_autorecompute.planner.search.offload import shortest_with_offload
 from megatron_autorecompute.planner.search.problem import Problem
@@ -79,14 +79,14 @@ def shortest_of_clocks(problem: Problem) -> Solution | None:
     """The best policy found under the problem's budgets, and what is proven of it; None if nothing
     fits."""
     found, bound_ms = list[RecomputePolicy](), 0.0
-    for share in (0.0, 1.0):
-        solution = shortest(_on(problem, share))
+    for host in (False, True):
+        solution = shortest(_on(problem, host))
         if solution is None:
             return None
         found.append(solution.policy)
         bound_ms = max(bound_ms, solution.step_evidence.bound_ms or 0.0)
         best = min(found, key=lambda own: problem.cost(own).step_ms)
-        decides = problem.cost(solution.policy).is_host_bound == bool(share)
+        decides = problem.cost(solution.policy).is_host_bound == host
         if decides or problem.cost(best).step_ms <= (1 + NEAR) * bound_ms:
             break
     return proven(problem, best, bound_ms)
@@ -95,9 +95,9 @@ def shortest_of_clocks(problem: Problem) -> Solution | None:
 def deciding(problem: Problem) -> Problem:
     """The problem of the clock that decides where memory is free."""
     fastest = put_together(problem.layout, [own.policies for own in problem.stages.fastest])
-    return _on(problem, float(problem.cost(fastest).is_host_bound))
+    return _on(problem, problem.cost(fastest).is_host_bound)
 
 
-def _on(problem: Problem, share: float) -> Problem:
-    """The problem of one clock: the device's (0) or the host's (1)."""
-    return replace(problem, profile=mixed(problem.profile, share))
+def _on(problem: Problem, host: bool) -> Problem:
+    """The problem of one clock, the device's or the host's."""
+    return replace(problem, profile=of_clock(problem.profile, host))

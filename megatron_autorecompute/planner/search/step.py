@@ -203,7 +203,7 @@ class StepSearch:
     @property
     def best_ps(self) -> int:
         """The shortest step found."""
-        return self.best[0] * self.replay.unit
+        return self.best[0]
 
     def _bound(self, bound: float) -> None:
         self.master.bound = max(self.master.bound, bound)
@@ -402,5 +402,4 @@ def _splits(problem: Problem, policy: RecomputePolicy) -> list[Split]:
 def _replay(problem: Problem) -> Replay:
     residual = residual_times(problem.table, problem.layout).both
     # Of the leanest choices, with room: others may be slower, and one stage at a time is slowed.
-    most_ps = sum(choice.time_ps for choice in problem.stages.leanest) * 4.0
-    return Replay(problem.schedule, residual, most_ps + float(np.maximum(residual, 0).sum()))
+    return Replay(problem.schedule, residual)

@@ -30,8 +30,8 @@ from megatron_autorecompute.profile import Profile, StaticBytes
 
 _NEAREST_LAYOUTS = 12  # tried for an error message, which should take seconds
 _UNSCALED = (
-    *("static", "embedding_static", "head_static", "also_static_bytes"),
-    *("optimizer_step_peak_bytes", "step_end_ms", "measured_step", "checkpoint_ms"),
+    *("static", "embedding_static", "head_static"),
+    *("optimizer_step_peak_bytes", "step_end_ms", "measured_step"),
     *("available_bytes", "fragmentation_bytes", "others_bytes", "host", "host_link", "lines"),
 )
 """Fields of a profile that do not grow with the activations."""

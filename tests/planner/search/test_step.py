@@ -128,9 +128,9 @@ def test_no_setting_of_megatrons_that_fits_is_faster_at_any_budget():
 
 
 @pytest.mark.parametrize("layout", [Layout.from_flags(12, 2), Layout.from_flags(12, 2, 3)])
-def test_a_step_of_a_thousand_million_microbatches_has_a_bound(layout):
+def test_a_step_of_a_million_microbatches_has_a_bound(layout):
     profile, _, _, _ = problem_of_many()
-    solution = solve(Problem(profile, layout, Schedule.of_layout(layout, 10**9), 900))
+    solution = solve(Problem(profile, layout, Schedule.of_layout(layout, 10**6), 900))
     assert 0 <= solution.step_evidence.gap < 1e-6
 
 
