@@ -200,8 +200,8 @@ def refuse_percentile(options: AutoOptions, config: Any) -> None:
 
 
 def refuse_for_auto(options: AutoOptions, config: Any) -> None:
-    """Raise OptionError for a config whose steps auto cannot measure, or a budget above the device's
-    memory."""
+    """Raise OptionError for a config whose steps auto cannot measure, or a budget above what the
+    device has."""
     _refuse_beyond_device(options)
     if config.cuda_graph_impl != "none":
         raise OptionError(
