@@ -30,6 +30,7 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
     refuse_for_auto,
+    refuse_percentile,
     refuse_without_auto,
 )
 
@@ -238,6 +239,7 @@ def pretrain(
     if given is not None:
         setattr(config, POLICY_FIELD, options.field_of(given))
     if given == "auto":
+        refuse_percentile(options, config)
         refuse_for_auto(options, config)
     if options.recompute_run_on_cpu:
         raise OptionError(

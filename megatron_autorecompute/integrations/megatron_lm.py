@@ -33,6 +33,7 @@ from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
     refuse_for_auto,
+    refuse_percentile,
     refuse_without_auto,
 )
 
@@ -143,6 +144,7 @@ def check(args: Namespace) -> None:
     if policy != "auto":
         job_policy = _checked(policy, model_config, args)
         return
+    refuse_percentile(options, model_config)
     refuse_for_auto(options, model_config)
     config_field.claim_auto(HOLDER)
     atexit.register(_say_nothing_trained)

@@ -189,16 +189,20 @@ def refuse_without_auto(options: AutoOptions, policy: Any) -> None:
         )
 
 
-def refuse_for_auto(options: AutoOptions, config: Any) -> None:
-    """Raise OptionError for a config whose steps auto cannot measure, and for options that do not
-    go with it or with this machine."""
-    _refuse_beyond_device(options)
+def refuse_percentile(options: AutoOptions, config: Any) -> None:
+    """Raise OptionError for a percentile of uneven routing in a model that routes nothing."""
     percentile = options.recompute_imbalance_percentile
     if percentile != IMBALANCE_PERCENTILE and not config.num_moe_experts:
         raise OptionError(
             f"--recompute-imbalance-percentile {percentile:g}: it is for layers with experts, and "
             "this model has none. Leave it out."
         )
+
+
+def refuse_for_auto(options: AutoOptions, config: Any) -> None:
+    """Raise OptionError for a config whose steps auto cannot measure, or a budget above what the
+    device has."""
+    _refuse_beyond_device(options)
     if config.cuda_graph_impl != "none":
         raise OptionError(
             f"recompute_policy=auto was given with cuda_graph_impl={config.cuda_graph_impl}: auto "

@@ -10,6 +10,7 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.runtime.auto_options import (
     AutoOptions,
     refuse_for_auto,
+    refuse_percentile,
     refuse_without_auto,
 )
 
@@ -102,10 +103,10 @@ def test_all_options_without_effect_are_named_at_once():
 def test_a_percentile_of_routing_is_refused_where_nothing_is_routed():
     asked = AutoOptions(recompute_imbalance_percentile=95.0)
     dense, experts = (SimpleNamespace(**{**MEASURABLE, "num_moe_experts": n}) for n in (None, 8))
-    refuse_for_auto(asked, experts)
-    refuse_for_auto(AutoOptions(), dense)
+    refuse_percentile(asked, experts)
+    refuse_percentile(AutoOptions(), dense)
     with pytest.raises(OptionError, match=r"percentile 95: .*this model has none\. Leave it out"):
-        refuse_for_auto(asked, dense)
+        refuse_percentile(asked, dense)
 
 
 @pytest.mark.parametrize("on_cuda", [True, False])

@@ -404,7 +404,7 @@ def killed_at(moment, rank, store, plan_path):
 def test_a_killed_rank_ends_the_job_and_leaves_no_half_plan(auto, tmp_path, moment):
     path = tmp_path / "plan.json"
     if moment == "writing":  # an older plan is there, of a job of another size
-        path.write_text(auto[0].read_text().replace('"seq_length": "128"', '"seq_length": "64"'))
+        path.write_text(auto[0].read_text().replace('"seq_length": "64"', '"seq_length": "128"'))
     context = fresh_processes()
     arguments = [(moment, rank, str(tmp_path / "store"), str(path)) for rank in (0, 1)]
     processes = [context.Process(target=killed_at, args=given) for given in arguments]
