@@ -8,7 +8,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
@@ -25,7 +24,6 @@ from megatron_autorecompute.cli.output import (
     output_file,
     print_result,
     quiet_upstream,
-    without_effect,
 )
 from megatron_autorecompute.cli.profile_view import profile_view
 from megatron_autorecompute.errors import OptionError
@@ -38,17 +36,12 @@ from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB, gib
 
-if TYPE_CHECKING:
-    pass
-
-
 RESERVE_SHARE = 0.05
 """Assumed share of the device's memory for fragmentation of torch's allocator."""
 
 
 DEFAULT_OUTPUT = Path("profile.json")
 """Written without `-o`, but never over a file."""
-_LACKS = "it prints the profile, which lacks this"
 
 
 class EstimateCommand(Command):
@@ -72,11 +65,6 @@ class EstimateCommand(Command):
         parser.add_argument(
             "--measured", metavar="P.json", help="profile measured in a job: use its records"
         )
-        parser.add_argument(
-            "--sensitivity",
-            action="store_true",
-            help="also plan with each share 20%% higher or lower",
-        )
 
     @quiet_upstream()
     def run(self, args: Namespace) -> None:
@@ -84,19 +72,12 @@ class EstimateCommand(Command):
 
         Raises OptionError for contradictory or impossible options.
         """
-        if args.sensitivity and args.json:
-            raise without_effect("--sensitivity", "--json", _LACKS)
         output = _checked_output(args)
         gpu = named_gpu(args)
         job = read_job(args, gpu)
         check_lengths(output, job)
         efficiency = read_efficiency(args.efficiency, gpu)
         budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
-        if args.measured and args.sensitivity:
-            raise OptionError(
-                "--sensitivity moves the modelled shares, and --measured replaces what they give. "
-                "Leave one of them out."
-            )
         offload = [
             LayerPolicy.parse(f"none+offload[{modules}]").offload for modules in args.offload
         ]
@@ -106,21 +87,17 @@ class EstimateCommand(Command):
         with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
             # Loads torch and Megatron, which only this needs.
             from megatron_autorecompute.meta.profiling import profile_job
-            from megatron_autorecompute.meta.sensitivity import sensitivity
 
             profile = profile_job(job, gpu, efficiency, status.update, offload=offload)
             if measured is not None:
                 profile = with_measured(profile, measured)
-            lines = []
-            if args.sensitivity:
-                lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
         step_end = (
             f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
             "optimizer and for data-parallel collectives that nothing hides (modelled for "
             f"{gpu.name}). The steps of plans leave this out."
         )
         budget = budget_words(gpu, args.reserve_gib, job)
-        _show_profile(args, profile, output, budget_bytes, [step_end, budget, *lines])
+        _show_profile(args, profile, output, budget_bytes, [step_end, budget])
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -193,10 +170,7 @@ def _checked_output(args: Namespace) -> Path | None:
                 f"{DEFAULT_OUTPUT} is there already, and without -o no file is replaced. Give "
                 "-o FILE."
             )
-    output = output_file(args)
-    if args.reserve_gib is not None and args.json:
-        raise without_effect("--reserve-gib", "--json", _LACKS)
-    return output
+    return output_file(args)
 
 
 HOST, SLOWEST_HOST = "host", 100

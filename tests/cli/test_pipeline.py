@@ -238,8 +238,6 @@ def test_an_option_without_effect_is_refused_and_both_are_named(words, named, ca
     ("words", "named"),
     [
         (["job.yaml", "--num-gpus", "8"], ("--num-gpus", "job.yaml")),
-        (["job.yaml", "--json", "--sensitivity"], ("--sensitivity", "--json")),
-        (["job.yaml", "--json", "--reserve-gib", "3"], ("--reserve-gib", "--json")),
     ],
 )
 def test_estimate_refuses_an_option_without_effect_before_it_reads_the_job(words, named, capsys):
