@@ -3,38 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command, at_least
 from megatron_autorecompute.cli.output import without_effect
-from megatron_autorecompute.errors import AutorecomputeError, OptionError
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, device, devices
 from megatron_autorecompute.meta.job import Job, job_from, read_description
-from megatron_autorecompute.options import nearest
 from megatron_autorecompute.profile import Profile
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 """Job descriptions, NAME.yaml, and profiles of some of them, NAME.GPU.json, as `make recorded` made
 them."""
 SOURCES = "JOB.yaml, --example NAME, --recipe NAME, or -- and the flags of pretrain_gpt.py"
-_CONFIG = "config."
-_SHORT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "sp": "sequence_parallel",
-    "gbs": "global_batch_size",
-    "mbs": "micro_batch_size",
-}
-"""What people call the fields that they set most often."""
 
 
 def add_job(parser: ArgumentParser) -> None:
@@ -49,7 +33,7 @@ def add_job(parser: ArgumentParser) -> None:
         "--example",
         nargs="?",
         const="",
-        type=example,
+        choices=examples(),
         metavar="NAME",
         help=f"a job of this package: {', '.join(examples())}",
     )
@@ -87,15 +71,6 @@ def add_gpu(parser: ArgumentParser, default: str = "") -> None:
 def examples() -> list[str]:
     """Names of all examples."""
     return sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
-
-
-def example(name: str) -> str:
-    """The reader of an example's name."""
-    known = examples()
-    if name in known:
-        return name
-    meant = f"{name!r} is no example; the nearest is {nearest(name, known)}. " if name else ""
-    raise ArgumentTypeError(f"{meant}Name one of {', '.join(known)}")
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -166,41 +141,20 @@ def changed(described: Any, settings: Sequence[tuple[str, Any]], source: str) ->
 
     Args:
         described: a Job, or a description as `read_description` returns it.
-        settings: fields' names and values; of two values for one name the last counts.
+        settings: names and values of its fields, or else of its config's; of two values for one
+            name the last counts.
         source: what error messages call the description.
 
-    Raises OptionError for a name that neither a job nor its config has, or a job that cannot be.
+    Raises OptionError for a job that cannot be.
     """
     data = dataclasses.asdict(described) if isinstance(described, Job) else described
     if not settings or not isinstance(data, dict) or not isinstance(data.get("config"), dict):
         return job_from(data, source)
+    own = {field.name for field in dataclasses.fields(Job)} - {"config"}
     data = {**data, "config": dict(data["config"])}
     for name, value in settings:
-        part, field = (
-            (data, name) if name in _fields() else (data["config"], _of_config(name, data))
-        )
-        part[field] = value
+        (data if name in own else data["config"])[name.removeprefix("config.")] = value
     return job_from(data, f"{source}, with {', '.join(f'{n}={v}' for n, v in settings)}")
-
-
-def _fields() -> set[str]:
-    return {field.name for field in dataclasses.fields(Job)} - {"config"}
-
-
-def _of_config(name: str, data: Mapping[str, Any]) -> str:
-    field, config = name.removeprefix(_CONFIG), data["config"]
-    if field in config:
-        return field
-    from megatron_autorecompute.meta.model import config_names  # loads torch and Megatron
-
-    known = config_names(bool(config.get("multi_latent_attention")))
-    if field not in known:
-        near = _SHORT.get(field) or nearest(field, [*_fields(), *known])
-        raise OptionError(
-            f"--set {name}: neither a job nor Megatron's config has such a field. The nearest name "
-            f"is {near}."
-        )
-    return field
 
 
 def named_gpu(args: Namespace) -> Device:
@@ -212,43 +166,12 @@ def named_gpu(args: Namespace) -> Device:
     return device(args.gpu)
 
 
-def command_with(args: Namespace, job: Job, settings: Mapping[str, Any]) -> str | None:
-    """The command line as it was typed, with other settings of its job; None if no job can have
-    them."""
-    try:
-        changed(job, list(settings.items()), job.name)
-    except AutorecomputeError:
-        return None
-    return as_typed(args, [w for n, v in settings.items() for w in ("--set", f"{n}={v}")])
-
-
-def as_typed(args: Namespace, more: Sequence[str]) -> str:
-    """The command line as it was typed, with more options; each in place of a typed one of its
-    name, but for `--set`."""
-    words = args.typed
-    cut = words.index("--") if "--" in words else len(words)
-    flags = {word for word in more if word.startswith("--")} - {"--set"}
-    whole = ["megatron-autorecompute", *_without(flags, words[:cut]), *more, *words[cut:]]
-    return streams.printable(shlex.join(whole))
-
-
-def _without(flags: Container[str], words: Iterable[str]) -> Iterator[str]:
-    """Words without some flags and the value of each."""
-    left = iter(words)
-    for word in left:
-        name, equals, _ = word.partition("=")
-        if name not in flags:
-            yield word
-        elif not equals:
-            next(left, None)
-
-
 class ExampleCommand(Command):
     """Prints the YAML of an example; without a name, the names."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the example's name."""
-        parser.add_argument("example", nargs="?", type=example, metavar="NAME")
+        parser.add_argument("example", nargs="?", choices=examples(), metavar="NAME")
 
     def run(self, args: Namespace) -> None:
         """Print the example's job description."""

@@ -33,9 +33,7 @@ SPLIT = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-"""Options that say how layers are split, besides --pp. All but `vp` are fields of Megatron's
-config."""
-SPLIT_OF_FIELD = {"virtual_pipeline_model_parallel_size": "vp"}
+"""Options that say how layers are split, besides --pp."""
 MICRO_BATCH_SIZE = "--micro-batch-size"
 
 

@@ -8,7 +8,6 @@ has all ranks of a stage; tensor, expert and context parallel sizes are the job'
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import traceback
@@ -510,12 +509,6 @@ def check_hybrid(name: str) -> None:
             f"{name}: hybrid_layer_pattern describes a HybridModel, which megatron-core has from "
             "0.18 on. Install a newer one, or leave the pattern out for a GPTModel."
         )
-
-
-def config_names(latent: bool) -> set[str]:
-    """Fields that a job's config may have, with multi-latent attention or without."""
-    names = {field.name for field in dataclasses.fields(model_facts.config_type(latent))}
-    return names | set(LEFT_OUT) | {"hybrid_layer_pattern"}
 
 
 def _defaults(job: Job) -> dict[str, Any]:
