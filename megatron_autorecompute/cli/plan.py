@@ -68,7 +68,9 @@ class PlanCommand(Command):
         )
         add_output(parser, "PLAN.json", "file to write; - prints the plan")
         parser.add_argument(
-            "--verify", action="store_true", help="also run Megatron's own schedule under the plan"
+            "--verify",
+            action="store_true",
+            help="also run Megatron's own schedule under the plan, as with the next two",
         )
         add_runs(parser)
         add_json(parser)
@@ -77,30 +79,25 @@ class PlanCommand(Command):
     def run(self, args: Namespace) -> None:
         """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
         output = output_file(args)
-        given = {"--measured": args.measured is not None, "--lengths": bool(args.lengths)}
-        unused = next((flag for flag, there in given.items() if there), None)
-        if unused and not args.verify:
-            raise OptionError(
-                f"{unused} has no effect without --verify. Add --verify, or leave it out."
-            )
+        verifies = args.verify or args.measured is not None or bool(args.lengths)
         source = read_source(args)
         if source.job is not None:
             check_lengths(output, source.job)
         budget = _budget(args, source)
         with progress_bars() as bars:
             plan = _solved(args, source, budget, bars)
-        checks: list[StageCheck] | None = None
+        checks: Sequence[StageCheck] | None = None
         try:
             if output is not None:
                 plan.save(output)
-            if args.verify and args.json:  # one JSON document has both
+            if verifies and args.json:  # one JSON document has both
                 checks = verified(args, plan)
         finally:
             beside: dict[str, Any] = {"verified": as_data(checks)} if checks else {}
             _print(args, plan, beside)
         if not args.json:
             _say_more(args, source, output)
-        if args.verify:
+        if verifies:
             conclude(args, verified(args, plan) if checks is None else checks)
 
 

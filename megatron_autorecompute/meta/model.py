@@ -36,7 +36,6 @@ from megatron_autorecompute.meta.job_config import FIELDS
 from megatron_autorecompute.meta.kernels import add_adapters, has_adapters
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
-    applied,
     build_chunks,
     build_gpt,
     kept_between_steps,
@@ -47,6 +46,7 @@ from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import LayerKind
+from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.step_memory import is_out_of_memory
 
@@ -176,7 +176,7 @@ def run_stage(
     with built_stage(job, num_microbatches, stage, lengths) as (models, shape, step):
         parameters = [p for model in models for p in model.parameters()]
         add_main_gradients(parameters, dummies=job.makes_dummies)
-        with applied(policy, models):
+        with apply(policy, models):
             return trace_step(models, shape, step)
 
 
@@ -221,7 +221,7 @@ def counted(
     static = [*parameters, *add_main_gradients(parameters, dummies=job.makes_dummies)]
     static += [*model.buffers(), *step.static]
     with (
-        applied(policy, [model]),
+        apply(policy, [model]),
         LiveBytes(static) as live,
         kept_between_steps([model], live),
     ):
