@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -31,17 +30,12 @@ from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, devi
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.measured_records import measured_kinds, with_measured
 from megatron_autorecompute.meta.static_bytes import outside_torch
-from megatron_autorecompute.one_device import LEAST, MOST
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB, gib
 
 RESERVE_SHARE = 0.05
 """Assumed share of the device's memory for fragmentation of torch's allocator."""
-
-
-DEFAULT_OUTPUT = Path("profile.json")
-"""Written without `-o`, but never over a file."""
 
 
 class EstimateCommand(Command):
@@ -72,7 +66,7 @@ class EstimateCommand(Command):
 
         Raises OptionError for contradictory or impossible options.
         """
-        output = _checked_output(args)
+        output = output_file(args)
         gpu = named_gpu(args)
         job = read_job(args, gpu)
         check_lengths(output, job)
@@ -114,7 +108,7 @@ def _add_options(parser: ArgumentParser) -> None:
         metavar="NAME=SHARE,...",
         help="shares of the device's peaks to assume; host=FACTOR slows the host",
     )
-    add_output(parser, "P.json", f"file to write (default: a new {DEFAULT_OUTPUT}); - prints it")
+    add_output(parser, "P.json", "file to write; - prints the profile")
     add_json(parser)
     add_verbose(parser)
 
@@ -141,9 +135,10 @@ def budget_words(
     gpu: Device, reserve_gib: float | None, job: Job, option: str = "--reserve-gib"
 ) -> str:
     """The budget that is proposed, why, and the option that changes it."""
-    budget, outside = gib(default_budget_bytes(gpu, reserve_gib, job)), outside_torch(job, gpu)
+    budget = gib(default_budget_bytes(gpu, reserve_gib, job))
+    outside_bytes, reason = outside_torch(job, gpu)
     kept = (
-        f"{outside.size_bytes / GIB:.3g} GiB outside torch ({outside.reason}) and "
+        f"{outside_bytes / GIB:.3g} GiB outside torch ({reason}) and "
         f"{RESERVE_SHARE:.0%} for fragmentation (assumed; {option})"
         if reserve_gib is None
         else f"{reserve_gib:g} GiB as asked"
@@ -155,22 +150,6 @@ def check_lengths(output: Path | None, job: Job) -> None:
     """Raise OptionError if the output is the file of the job's sample lengths."""
     if output is not None and isinstance(job.sample_lengths, str):
         json_records.check_writable(output, [job.sample_lengths])
-
-
-def _checked_output(args: Namespace) -> Path | None:
-    """The path to write the profile to; None for standard output.
-
-    Raises OptionError if a file is there that was not named or that is read, or for options that
-    others leave without effect; ProfileError if it cannot be written.
-    """
-    if args.output is None:
-        args.output = DEFAULT_OUTPUT
-        if os.path.lexists(DEFAULT_OUTPUT):
-            raise OptionError(
-                f"{DEFAULT_OUTPUT} is there already, and without -o no file is replaced. Give "
-                "-o FILE."
-            )
-    return output_file(args)
 
 
 HOST, SLOWEST_HOST = "host", 100
@@ -200,7 +179,7 @@ def read_efficiency(text: str | None, gpu: Device) -> Efficiency:
 
 def default_budget_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:
     """Bytes that torch may allocate; raises OptionError if the reserve leaves nothing."""
-    assumed_bytes = outside_torch(job, gpu).size_bytes + RESERVE_SHARE * gpu.memory_bytes
+    assumed_bytes = outside_torch(job, gpu)[0] + RESERVE_SHARE * gpu.memory_bytes
     budget = gpu.memory_bytes - round(assumed_bytes if reserve_gib is None else reserve_gib * GIB)
     if budget <= 0:
         raise OptionError(
@@ -234,8 +213,7 @@ class ProfileCommand(Command):
             "--repeats",
             type=at_least(2),
             metavar="N",
-            help="how often each choice is timed, at least (default: "
-            f"{MOST}, and down to {LEAST} where a layer has many choices)",
+            help="how often each choice is timed, at least (default: 12 or fewer, by the choices)",
         )
         _add_options(parser)
 
@@ -246,7 +224,7 @@ class ProfileCommand(Command):
         Raises OptionError for contradictory or impossible options, MachineError if the device or
         what runs on it is not there.
         """
-        output = _checked_output(args)
+        output = output_file(args)
         named = None if args.device == "cuda" and args.gpu is None else named_gpu(args)
         import torch  # estimate needs it, and Megatron, only later
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_autorecompute.cli.command import Command, at_least
-from megatron_autorecompute.cli.output import without_effect
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, device, devices
 from megatron_autorecompute.meta.job import Job, job_from, read_description
@@ -50,20 +49,15 @@ def add_job(parser: ArgumentParser) -> None:
         "--vocab-size",
         type=at_least(1),
         metavar="N",
-        help="size of the vocabulary, for a recipe that leaves it to its tokenizer",
+        help="size of the vocabulary, if a recipe leaves it to its tokenizer",
     )
     parser.add_argument(
-        "--num-gpus", type=at_least(1), metavar="N", help="GPUs of the job, for flags or a recipe"
+        "--num-gpus", type=at_least(1), metavar="N", help="GPUs of the job; flags do not say them"
     )
 
 
 def add_gpu(parser: ArgumentParser, default: str = "") -> None:
-    """Add `--gpu`. Its help lists every known name; so does the error for a missing name.
-
-    Args:
-        parser: gets the flag.
-        default: what the help says of a command line without it.
-    """
+    """Add `--gpu`; `default` is what the help says of a command line without it."""
     text = f"what the job runs on: {', '.join(devices())}{default}"
     parser.add_argument("--gpu", nargs="?", const="", metavar="NAME", help=text)
 
@@ -94,7 +88,7 @@ def carried() -> list[str]:
 def recorded(args: Namespace, gpu: Device) -> Profile | None:
     """The profile that this package carries of an unchanged example on a GPU; None without one."""
     path = EXAMPLES / f"{args.example}.{gpu.name}.json"
-    return Profile.load(path) if args.example and not args.set and path.is_file() else None
+    return Profile.load(path) if args.example and not _settings(args) and path.is_file() else None
 
 
 def given_sources(args: Namespace) -> int:
@@ -114,14 +108,14 @@ def read_job(args: Namespace, gpu: Device | None = None) -> Job:
     if path is None:
         job = _read_by_megatron(args, gpu)
         return changed(job, args.set, job.name) if args.set else job
-    if args.num_gpus is not None:
-        raise without_effect(
-            "--num-gpus",
-            args.example or str(path),
-            "the file says how many GPUs, and --set num_gpus=N changes it",
-        )
     source = str(path) if args.example is None else f"The example {args.example}"
-    return changed(read_description(path), args.set, source)
+    return changed(read_description(path), _settings(args), source)
+
+
+def _settings(args: Namespace) -> list[tuple[str, Any]]:
+    """What the command line changes in the description of a file."""
+    given = {"num_gpus": args.num_gpus, "vocab_size": args.vocab_size}
+    return [*((name, n) for name, n in given.items() if n is not None), *args.set]
 
 
 def _read_by_megatron(args: Namespace, gpu: Device | None) -> Job:
@@ -137,13 +131,8 @@ def _read_by_megatron(args: Namespace, gpu: Device | None) -> Job:
 
 
 def changed(described: Any, settings: Sequence[tuple[str, Any]], source: str) -> Job:
-    """The job with other values for some of its fields.
-
-    Args:
-        described: a Job, or a description as `read_description` returns it.
-        settings: names and values of its fields, or else of its config's; of two values for one
-            name the last counts.
-        source: what error messages call the description.
+    """The job, or the description that `read_description` returned, with other values for some of
+    its fields, or else of its config's; `source` is what messages call it.
 
     Raises OptionError for a job that cannot be.
     """

@@ -111,7 +111,7 @@ def test_the_pattern_of_a_hybrid_model_can_be_set_with_all_that_follows_from_it(
         ([*ASKED, "--profile", "p.json"], 9, "Leave one or the other out"),
         (["plan", "--profile", "p.json", "--set", "num_gpus=8"], 9, "Leave one or the other out"),
         ([*ASKED, "job.yaml"], 9, "Asked for 2 job descriptions"),
-        ([*ASKED, "--num-gpus", "8"], 9, "--set num_gpus=N"),
+        ([*ASKED, "--num-gpus", "100"], 9, "100 GPUs cannot be divided into groups of"),
         ([*ASKED, "--set", "num_gpus"], 2, "'num_gpus': write NAME=VALUE"),
         ([*ASKED, "--set", "num_gpus=[1"], 2, "'[1' is no value in YAML"),
         ([*ASKED, "--set", "num_gpus=many"], 9, "num_gpus: 'many', must be a valid integer"),

@@ -128,14 +128,6 @@ def test_a_plan_that_cannot_be_written_after_all_is_printed(tmp_path, capsys, mo
     assert captured.err.count("\n") == 1
 
 
-def test_estimate_replaces_no_file_that_was_not_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("profile.json").write_text("mine")
-    assert main(["estimate", "--gpu", "h100-80gb", str(JOB)]) == 9
-    assert "profile.json is there already" in capsys.readouterr().err
-    assert Path("profile.json").read_text() == "mine"
-
-
 def test_a_page_does_not_replace_its_plan(tmp_path, plan_file, capsys):
     path = tmp_path / "plan.html"
     path.write_bytes(plan_file.read_bytes())
