@@ -66,8 +66,6 @@ examples: $(TRITON) $(CORE_019)
 	done > $(NO_DEVICE)/hybrid-verified.txt
 	megatron-autorecompute report $(PLANNED)/llama31-405b.plan.json
 	$(BIN)/python scripts/screenshot.py $(PLANNED)/llama31-405b.plan.html docs/pictures/report.png
-	megatron-autorecompute estimate --gpu h100-80gb --sensitivity --example llama3-70b -o \
-	    $(PLANNED)/llama3-70b.json | sed -n '/share x/,/^Written/{/^Written/!p}' > $(NO_DEVICE)/sensitivity.txt
 	for job in $(EXAMPLES); do \
 	    echo $$job && megatron-autorecompute verify $(PLANNED)/$$job.plan.json || exit; \
 	done > $(NO_DEVICE)/verified.txt

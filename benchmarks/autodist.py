@@ -29,7 +29,6 @@ from benchmarks.gpu.published import LIMIT_GB, ROWS, SAVED, Published  # noqa: E
 from megatron_autorecompute.meta.devices import Device, device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
 from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
-from megatron_autorecompute.meta.sensitivity import problem_of  # noqa: E402
 from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
 from megatron_autorecompute.planner.search.solution import nearness  # noqa: E402
 from megatron_autorecompute.planner.search.solve import solve  # noqa: E402
@@ -98,7 +97,8 @@ def gpu() -> Device:
 def split(sequence_parallel: bool) -> dict[str, Any]:
     """Every published setting as predicted, and ours, in the document's GB and relative times."""
     begun = time.process_time()
-    model = problem_of(job(sequence_parallel), gpu())
+    asked = job(sequence_parallel)
+    model = Problem(profile_job(asked, gpu()), asked.layout(), asked.schedule())
     profiled_s = time.process_time() - begun
     rows = {row.name: row for row in ROWS}
     costs = {name: cost_of(model, text) for name, text in POLICIES.items()}
@@ -168,7 +168,7 @@ def on_h100() -> dict[str, Any]:
     asked = job(False, tensor_parallel=1)
     fields = {**asked.config, "masked_softmax_fusion": False}  # its kernels were not installed
     asked = replace(asked, num_gpus=1, global_batch_size=16, config=fields)
-    model = problem_of(asked, device("h100"))
+    model = Problem(profile_job(asked, device("h100")), asked.layout(), asked.schedule())
     ends = model.profile.step_end_ms
     predicted = [cost_of(model, text)[1] + ends for text in settings.values()]
     return {

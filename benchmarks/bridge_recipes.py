@@ -29,7 +29,6 @@ from megatron_autorecompute.cli.estimate import RESERVE_SHARE, default_budget_by
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
 from megatron_autorecompute.meta.devices import devices  # noqa: E402
 from megatron_autorecompute.meta.job import Job  # noqa: E402
-from megatron_autorecompute.meta.sensitivity import problem_of  # noqa: E402
 from megatron_autorecompute.units import GIB  # noqa: E402
 from scripts import bridge_jobs, checkouts, nvidia_recipes  # noqa: E402
 
@@ -42,7 +41,7 @@ def line(name: str) -> list[str] | str:
     try:
         gpu, job = bridge_jobs.gpu_of(name), bridge_jobs.job_of(name)
         budget = default_budget_bytes(gpu, None, job)
-        model = problem_of(job, gpu)
+        model = nvidia_recipes.problem_of(job, gpu)
         cost = nvidia_recipes.evaluated(model, bridge_jobs.setting(job))
     except AutorecomputeError as error:
         return bridge_jobs.reason(str(error), name)
@@ -75,7 +74,7 @@ def documented() -> list[str]:
     for precision in ("bf16", "fp8cs", "fp8mx"):
         job = bridge_jobs.job_of(f"llama31_405b_pretrain_128gpu_b200_{precision}_config")
         job = replace(job, config={**job.config, **DOCUMENTED})
-        model = problem_of(job, gpu)
+        model = nvidia_recipes.problem_of(job, gpu)
         peak = nvidia_recipes.peak_bytes(nvidia_recipes.evaluated(model, bridge_jobs.setting(job)))
         budget = default_budget_bytes(gpu, None, job)
         lines.append(f"  - {precision}: {peak / GIB:.1f} GiB, of a budget of {budget / GIB:.1f}")

@@ -24,9 +24,9 @@ from rich.progress import track  # noqa: E402
 
 from megatron_autorecompute.cli.estimate import default_budget_bytes  # noqa: E402
 from megatron_autorecompute.errors import AutorecomputeError  # noqa: E402
-from megatron_autorecompute.meta.devices import device  # noqa: E402
+from megatron_autorecompute.meta.devices import Device, device  # noqa: E402
 from megatron_autorecompute.meta.job import Job, job_from  # noqa: E402
-from megatron_autorecompute.meta.sensitivity import problem_of  # noqa: E402
+from megatron_autorecompute.meta.profiling import profile_job  # noqa: E402
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost  # noqa: E402
 from megatron_autorecompute.planner.search.problem import Problem  # noqa: E402
 from megatron_autorecompute.planner.search.solve import try_solve  # noqa: E402
@@ -290,6 +290,11 @@ def line(row: dict[str, str]) -> list[str] | str:
         return compared(row)
     except AutorecomputeError as error:
         return f"{type(error).__name__}: {error}"
+
+
+def problem_of(asked: Job, gpu: Device) -> Problem:
+    """The problem of the job's own layout and schedule."""
+    return Problem(profile_job(asked, gpu), asked.layout(), asked.schedule())
 
 
 def peak_bytes(cost: PolicyCost) -> int:

@@ -60,7 +60,7 @@ def page(job: Job, peak_of: dict[str, int]) -> str:
 
 
 def _torchs_bytes(job: Job) -> int:
-    return GPU.memory_bytes - outside_torch(job, GPU).size_bytes
+    return GPU.memory_bytes - outside_torch(job, GPU)[0]
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +12,13 @@ from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.fake_ranks import StepShape, fake_ranks
 from megatron_autorecompute.meta.meta_step import (
     Build,
-    StageStep,
-    applied,
     build_chunks,
     build_gpt,
     meta_config,
-    trace_step,
 )
 from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.runtime.apply import apply
+from testing.recorded_steps import RecordedStep, recorded_step
 
 
 def stage_step(
@@ -27,7 +27,7 @@ def stage_step(
     shape: StepShape,
     policy: RecomputePolicy | None = None,
     build: Build = build_gpt,
-) -> StageStep:
+) -> RecordedStep:
     """One step of the first tensor and data parallel rank of a pipeline stage, in this process.
 
     Args:
@@ -42,8 +42,8 @@ def stage_step(
     device = torch.device("meta")
     with without_cuda.activate(meta=True), fake_ranks(config, stage, shape):
         models = build_chunks(config, shape, build, device)
-        with applied(policy, models):
-            return trace_step(models, shape, TokenStep(shape, device))
+        with apply(policy, models) if policy else contextlib.nullcontext():
+            return recorded_step(models, shape, TokenStep(shape, device))
 
 
 class TokenStep:

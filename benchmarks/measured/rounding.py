@@ -32,7 +32,6 @@ from megatron_autorecompute.meta.kept_bytes import (
     shared_buffers,
 )
 from megatron_autorecompute.meta.meta_step import (
-    applied,
     kept_between_steps,
     run_step,
 )
@@ -46,6 +45,7 @@ from megatron_autorecompute.meta.static_bytes import (
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.live_bytes import storage_bytes
 
 BUCKET, BUCKET_OF_RANK = 40_000_000, 1_000_000
@@ -95,7 +95,7 @@ def rounding(
         first = stage == 0
         static = StaticBlocks(job, device, models, first_stage=first, expandable=expandable)
         flushed = flushed_bytes(job, device) if evaluates else None
-        with applied(policy, models):
+        with apply(policy, models):
             return rounding_of(static, shape, step, flushed)
 
 

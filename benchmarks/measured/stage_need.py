@@ -15,9 +15,9 @@ from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.kept_bytes import counted_weights, shared_buffers
-from megatron_autorecompute.meta.meta_step import applied, trace_step
 from megatron_autorecompute.meta.model import built_stage
 from megatron_autorecompute.meta.static_bytes import optimizer_step_bytes, static_bytes
+from testing.recorded_steps import recorded_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,8 @@ def own_need(job: Job, device: Device, stage: int, *, expandable: bool = False) 
 def need_of(job: Job, device: Device, blocks: StaticBlocks, shape: StepShape, step: Any) -> Need:
     """What built chunks need; `step` is Megatron's forward_step_func, with `static` tensors."""
     chunks = blocks.models
-    with applied(None, chunks):
-        rounding = rounding_of(blocks, shape, step)
-        ran = trace_step(chunks, shape, step)
+    rounding = rounding_of(blocks, shape, step)
+    ran = recorded_step(chunks, shape, step)
     weights = counted_weights(torch.nn.ModuleList(chunks))
     shared = shared_buffers(job, device, *chunks)
     static = static_bytes(job, device, weights).total_bytes + sum(shared.values())

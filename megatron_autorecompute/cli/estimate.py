@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
@@ -25,7 +23,6 @@ from megatron_autorecompute.cli.output import (
     output_file,
     print_result,
     quiet_upstream,
-    without_effect,
 )
 from megatron_autorecompute.cli.profile_view import profile_view
 from megatron_autorecompute.errors import OptionError
@@ -33,22 +30,12 @@ from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, devi
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.measured_records import measured_kinds, with_measured
 from megatron_autorecompute.meta.static_bytes import outside_torch
-from megatron_autorecompute.one_device import LEAST, MOST
 from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.units import GIB, gib
 
-if TYPE_CHECKING:
-    pass
-
-
 RESERVE_SHARE = 0.05
 """Assumed share of the device's memory for fragmentation of torch's allocator."""
-
-
-DEFAULT_OUTPUT = Path("profile.json")
-"""Written without `-o`, but never over a file."""
-_LACKS = "it prints the profile, which lacks this"
 
 
 class EstimateCommand(Command):
@@ -72,11 +59,6 @@ class EstimateCommand(Command):
         parser.add_argument(
             "--measured", metavar="P.json", help="profile measured in a job: use its records"
         )
-        parser.add_argument(
-            "--sensitivity",
-            action="store_true",
-            help="also plan with each share 20%% higher or lower",
-        )
 
     @quiet_upstream()
     def run(self, args: Namespace) -> None:
@@ -84,19 +66,12 @@ class EstimateCommand(Command):
 
         Raises OptionError for contradictory or impossible options.
         """
-        if args.sensitivity and args.json:
-            raise without_effect("--sensitivity", "--json", _LACKS)
-        output = _checked_output(args)
+        output = output_file(args)
         gpu = named_gpu(args)
         job = read_job(args, gpu)
         check_lengths(output, job)
         efficiency = read_efficiency(args.efficiency, gpu)
         budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
-        if args.measured and args.sensitivity:
-            raise OptionError(
-                "--sensitivity moves the modelled shares, and --measured replaces what they give. "
-                "Leave one of them out."
-            )
         offload = [
             LayerPolicy.parse(f"none+offload[{modules}]").offload for modules in args.offload
         ]
@@ -106,21 +81,17 @@ class EstimateCommand(Command):
         with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
             # Loads torch and Megatron, which only this needs.
             from megatron_autorecompute.meta.profiling import profile_job
-            from megatron_autorecompute.meta.sensitivity import sensitivity
 
             profile = profile_job(job, gpu, efficiency, status.update, offload=offload)
             if measured is not None:
                 profile = with_measured(profile, measured)
-            lines = []
-            if args.sensitivity:
-                lines = sensitivity(job, gpu, efficiency, budget_bytes, status.update)
         step_end = (
             f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
             "optimizer and for data-parallel collectives that nothing hides (modelled for "
             f"{gpu.name}). The steps of plans leave this out."
         )
         budget = budget_words(gpu, args.reserve_gib, job)
-        _show_profile(args, profile, output, budget_bytes, [step_end, budget, *lines])
+        _show_profile(args, profile, output, budget_bytes, [step_end, budget])
 
 
 def _add_options(parser: ArgumentParser) -> None:
@@ -137,7 +108,7 @@ def _add_options(parser: ArgumentParser) -> None:
         metavar="NAME=SHARE,...",
         help="shares of the device's peaks to assume; host=FACTOR slows the host",
     )
-    add_output(parser, "P.json", f"file to write (default: a new {DEFAULT_OUTPUT}); - prints it")
+    add_output(parser, "P.json", "file to write; - prints the profile")
     add_json(parser)
     add_verbose(parser)
 
@@ -164,9 +135,10 @@ def budget_words(
     gpu: Device, reserve_gib: float | None, job: Job, option: str = "--reserve-gib"
 ) -> str:
     """The budget that is proposed, why, and the option that changes it."""
-    budget, outside = gib(default_budget_bytes(gpu, reserve_gib, job)), outside_torch(job, gpu)
+    budget = gib(default_budget_bytes(gpu, reserve_gib, job))
+    outside_bytes, reason = outside_torch(job, gpu)
     kept = (
-        f"{outside.size_bytes / GIB:.3g} GiB outside torch ({outside.reason}) and "
+        f"{outside_bytes / GIB:.3g} GiB outside torch ({reason}) and "
         f"{RESERVE_SHARE:.0%} for fragmentation (assumed; {option})"
         if reserve_gib is None
         else f"{reserve_gib:g} GiB as asked"
@@ -178,25 +150,6 @@ def check_lengths(output: Path | None, job: Job) -> None:
     """Raise OptionError if the output is the file of the job's sample lengths."""
     if output is not None and isinstance(job.sample_lengths, str):
         json_records.check_writable(output, [job.sample_lengths])
-
-
-def _checked_output(args: Namespace) -> Path | None:
-    """The path to write the profile to; None for standard output.
-
-    Raises OptionError if a file is there that was not named or that is read, or for options that
-    others leave without effect; ProfileError if it cannot be written.
-    """
-    if args.output is None:
-        args.output = DEFAULT_OUTPUT
-        if os.path.lexists(DEFAULT_OUTPUT):
-            raise OptionError(
-                f"{DEFAULT_OUTPUT} is there already, and without -o no file is replaced. Give "
-                "-o FILE."
-            )
-    output = output_file(args)
-    if args.reserve_gib is not None and args.json:
-        raise without_effect("--reserve-gib", "--json", _LACKS)
-    return output
 
 
 HOST, SLOWEST_HOST = "host", 100
@@ -226,7 +179,7 @@ def read_efficiency(text: str | None, gpu: Device) -> Efficiency:
 
 def default_budget_bytes(gpu: Device, reserve_gib: float | None, job: Job) -> int:
     """Bytes that torch may allocate; raises OptionError if the reserve leaves nothing."""
-    assumed_bytes = outside_torch(job, gpu).size_bytes + RESERVE_SHARE * gpu.memory_bytes
+    assumed_bytes = outside_torch(job, gpu)[0] + RESERVE_SHARE * gpu.memory_bytes
     budget = gpu.memory_bytes - round(assumed_bytes if reserve_gib is None else reserve_gib * GIB)
     if budget <= 0:
         raise OptionError(
@@ -260,8 +213,7 @@ class ProfileCommand(Command):
             "--repeats",
             type=at_least(2),
             metavar="N",
-            help="how often each choice is timed, at least (default: "
-            f"{MOST}, and down to {LEAST} where a layer has many choices)",
+            help="how often each choice is timed, at least (default: 12 or fewer, by the choices)",
         )
         _add_options(parser)
 
@@ -272,7 +224,7 @@ class ProfileCommand(Command):
         Raises OptionError for contradictory or impossible options, MachineError if the device or
         what runs on it is not there.
         """
-        output = _checked_output(args)
+        output = output_file(args)
         named = None if args.device == "cuda" and args.gpu is None else named_gpu(args)
         import torch  # estimate needs it, and Megatron, only later
 

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command, at_least
-from megatron_autorecompute.cli.output import without_effect
-from megatron_autorecompute.errors import AutorecomputeError, OptionError
+from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, device, devices
 from megatron_autorecompute.meta.job import Job, job_from, read_description
-from megatron_autorecompute.options import nearest
 from megatron_autorecompute.profile import Profile
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 """Job descriptions, NAME.yaml, and profiles of some of them, NAME.GPU.json, as `make recorded` made
 them."""
 SOURCES = "JOB.yaml, --example NAME, --recipe NAME, or -- and the flags of pretrain_gpt.py"
-_CONFIG = "config."
-_SHORT = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "vp": "virtual_pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "sp": "sequence_parallel",
-    "gbs": "global_batch_size",
-    "mbs": "micro_batch_size",
-}
-"""What people call the fields that they set most often."""
 
 
 def add_job(parser: ArgumentParser) -> None:
@@ -49,7 +32,7 @@ def add_job(parser: ArgumentParser) -> None:
         "--example",
         nargs="?",
         const="",
-        type=example,
+        choices=examples(),
         metavar="NAME",
         help=f"a job of this package: {', '.join(examples())}",
     )
@@ -66,20 +49,15 @@ def add_job(parser: ArgumentParser) -> None:
         "--vocab-size",
         type=at_least(1),
         metavar="N",
-        help="size of the vocabulary, for a recipe that leaves it to its tokenizer",
+        help="size of the vocabulary, if a recipe leaves it to its tokenizer",
     )
     parser.add_argument(
-        "--num-gpus", type=at_least(1), metavar="N", help="GPUs of the job, for flags or a recipe"
+        "--num-gpus", type=at_least(1), metavar="N", help="GPUs of the job; flags do not say them"
     )
 
 
 def add_gpu(parser: ArgumentParser, default: str = "") -> None:
-    """Add `--gpu`. Its help lists every known name; so does the error for a missing name.
-
-    Args:
-        parser: gets the flag.
-        default: what the help says of a command line without it.
-    """
+    """Add `--gpu`; `default` is what the help says of a command line without it."""
     text = f"what the job runs on: {', '.join(devices())}{default}"
     parser.add_argument("--gpu", nargs="?", const="", metavar="NAME", help=text)
 
@@ -87,15 +65,6 @@ def add_gpu(parser: ArgumentParser, default: str = "") -> None:
 def examples() -> list[str]:
     """Names of all examples."""
     return sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
-
-
-def example(name: str) -> str:
-    """The reader of an example's name."""
-    known = examples()
-    if name in known:
-        return name
-    meant = f"{name!r} is no example; the nearest is {nearest(name, known)}. " if name else ""
-    raise ArgumentTypeError(f"{meant}Name one of {', '.join(known)}")
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -119,7 +88,7 @@ def carried() -> list[str]:
 def recorded(args: Namespace, gpu: Device) -> Profile | None:
     """The profile that this package carries of an unchanged example on a GPU; None without one."""
     path = EXAMPLES / f"{args.example}.{gpu.name}.json"
-    return Profile.load(path) if args.example and not args.set and path.is_file() else None
+    return Profile.load(path) if args.example and not _settings(args) and path.is_file() else None
 
 
 def given_sources(args: Namespace) -> int:
@@ -139,14 +108,14 @@ def read_job(args: Namespace, gpu: Device | None = None) -> Job:
     if path is None:
         job = _read_by_megatron(args, gpu)
         return changed(job, args.set, job.name) if args.set else job
-    if args.num_gpus is not None:
-        raise without_effect(
-            "--num-gpus",
-            args.example or str(path),
-            "the file says how many GPUs, and --set num_gpus=N changes it",
-        )
     source = str(path) if args.example is None else f"The example {args.example}"
-    return changed(read_description(path), args.set, source)
+    return changed(read_description(path), _settings(args), source)
+
+
+def _settings(args: Namespace) -> list[tuple[str, Any]]:
+    """What the command line changes in the description of a file."""
+    given = {"num_gpus": args.num_gpus, "vocab_size": args.vocab_size}
+    return [*((name, n) for name, n in given.items() if n is not None), *args.set]
 
 
 def _read_by_megatron(args: Namespace, gpu: Device | None) -> Job:
@@ -162,45 +131,19 @@ def _read_by_megatron(args: Namespace, gpu: Device | None) -> Job:
 
 
 def changed(described: Any, settings: Sequence[tuple[str, Any]], source: str) -> Job:
-    """The job with other values for some of its fields.
+    """The job, or the description that `read_description` returned, with other values for some of
+    its fields, or else of its config's; `source` is what messages call it.
 
-    Args:
-        described: a Job, or a description as `read_description` returns it.
-        settings: fields' names and values; of two values for one name the last counts.
-        source: what error messages call the description.
-
-    Raises OptionError for a name that neither a job nor its config has, or a job that cannot be.
+    Raises OptionError for a job that cannot be.
     """
     data = dataclasses.asdict(described) if isinstance(described, Job) else described
     if not settings or not isinstance(data, dict) or not isinstance(data.get("config"), dict):
         return job_from(data, source)
+    own = {field.name for field in dataclasses.fields(Job)} - {"config"}
     data = {**data, "config": dict(data["config"])}
     for name, value in settings:
-        part, field = (
-            (data, name) if name in _fields() else (data["config"], _of_config(name, data))
-        )
-        part[field] = value
+        (data if name in own else data["config"])[name.removeprefix("config.")] = value
     return job_from(data, f"{source}, with {', '.join(f'{n}={v}' for n, v in settings)}")
-
-
-def _fields() -> set[str]:
-    return {field.name for field in dataclasses.fields(Job)} - {"config"}
-
-
-def _of_config(name: str, data: Mapping[str, Any]) -> str:
-    field, config = name.removeprefix(_CONFIG), data["config"]
-    if field in config:
-        return field
-    from megatron_autorecompute.meta.model import config_names  # loads torch and Megatron
-
-    known = config_names(bool(config.get("multi_latent_attention")))
-    if field not in known:
-        near = _SHORT.get(field) or nearest(field, [*_fields(), *known])
-        raise OptionError(
-            f"--set {name}: neither a job nor Megatron's config has such a field. The nearest name "
-            f"is {near}."
-        )
-    return field
 
 
 def named_gpu(args: Namespace) -> Device:
@@ -212,43 +155,12 @@ def named_gpu(args: Namespace) -> Device:
     return device(args.gpu)
 
 
-def command_with(args: Namespace, job: Job, settings: Mapping[str, Any]) -> str | None:
-    """The command line as it was typed, with other settings of its job; None if no job can have
-    them."""
-    try:
-        changed(job, list(settings.items()), job.name)
-    except AutorecomputeError:
-        return None
-    return as_typed(args, [w for n, v in settings.items() for w in ("--set", f"{n}={v}")])
-
-
-def as_typed(args: Namespace, more: Sequence[str]) -> str:
-    """The command line as it was typed, with more options; each in place of a typed one of its
-    name, but for `--set`."""
-    words = args.typed
-    cut = words.index("--") if "--" in words else len(words)
-    flags = {word for word in more if word.startswith("--")} - {"--set"}
-    whole = ["megatron-autorecompute", *_without(flags, words[:cut]), *more, *words[cut:]]
-    return streams.printable(shlex.join(whole))
-
-
-def _without(flags: Container[str], words: Iterable[str]) -> Iterator[str]:
-    """Words without some flags and the value of each."""
-    left = iter(words)
-    for word in left:
-        name, equals, _ = word.partition("=")
-        if name not in flags:
-            yield word
-        elif not equals:
-            next(left, None)
-
-
 class ExampleCommand(Command):
     """Prints the YAML of an example; without a name, the names."""
 
     def add_arguments(self, parser: ArgumentParser) -> None:
         """Add the example's name."""
-        parser.add_argument("example", nargs="?", type=example, metavar="NAME")
+        parser.add_argument("example", nargs="?", choices=examples(), metavar="NAME")
 
     def run(self, args: Namespace) -> None:
         """Print the example's job description."""

@@ -73,7 +73,7 @@ def output_file(args: Namespace) -> Path | None:
     """
     if args.output is None:
         return None
-    if streams.is_standard_output(args.output):
+    if str(args.output) == "-":
         args.json = True
         return None
     check_output(args, args.output)

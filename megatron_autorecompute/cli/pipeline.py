@@ -1,7 +1,5 @@
-"""The pipeline that is planned: as flags say it, else as the profile's job runs it.
-
-A profile knows its job's pipeline if it was estimated (it contains the job), lies in a plan file
-(which has layout and schedule), or has the layers of every stage, as measured ones do.
+"""The pipeline that is planned: as flags say it, else as the profile's job runs it, which the
+profile, or the plan file it is in, may know.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ SPLIT = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-"""Options that say how layers are split, besides --pp. All but `vp` are fields of Megatron's
-config."""
-SPLIT_OF_FIELD = {"virtual_pipeline_model_parallel_size": "vp"}
+"""Options that say how layers are split, besides --pp."""
 MICRO_BATCH_SIZE = "--micro-batch-size"
 
 
@@ -147,7 +143,12 @@ def asked_pipeline(args: Namespace, profile: Profile, known: Known) -> Asked:
     of microbatches is open or an option has no effect, PipelineError if Megatron refuses it.
     """
     layout = _layout(args, profile, known)
-    _refuse_without_effect(args, profile, layout)
+    if args.overlap_moe_expert_parallel_comm and profile.parallelism.expert_parallel == 1:
+        raise without_effect(
+            "--overlap-moe-expert-parallel-comm",
+            "a profile of expert parallel size 1",
+            "no rank exchanges tokens with another",
+        )
     same = layout == known.layout
     as_known = known if args.pp is None else Known()
     group_size = args.microbatch_group_size
@@ -176,8 +177,9 @@ def _layout(args: Namespace, profile: Profile, known: Known) -> Layout:
     refused += ["overlap_moe_expert_parallel_comm"] * args.overlap_moe_expert_parallel_comm
     if refused and pattern_of_job(profile.model.facts) is not None:
         raise OptionError(
-            f"{_flag(refused[0])}: Megatron does not run it with a HybridModel, whose chunks are "
-            "those of its pattern. Leave it out; --pp, --vp and --search-layout place layers."
+            f"--{refused[0].replace('_', '-')}: Megatron does not run it with a HybridModel, whose "
+            "chunks are those of its pattern. Leave it out; --pp, --vp and --search-layout place "
+            "layers."
         )
     pp = args.pp
     if pp is None and known.layout is not None:
@@ -232,23 +234,6 @@ def _num_microbatches(args: Namespace, layout: Layout, known: Known) -> int:
     return known.num_microbatches
 
 
-def _refuse_without_effect(args: Namespace, profile: Profile, layout: Layout) -> None:
-    account = [name for name in SPLIT if name.startswith("account") and getattr(args, name)]
-    if account and layout.num_stages == 1:
-        raise without_effect(_flag(account[0]), "--pp 1", "one stage has all layers")
-    overlaps = args.overlap_moe_expert_parallel_comm
-    if overlaps and profile.parallelism.expert_parallel == 1:
-        raise without_effect(
-            "--overlap-moe-expert-parallel-comm",
-            "a profile of expert parallel size 1",
-            "no rank exchanges tokens with another",
-        )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def _contradictions(known: Known, layout: Layout, schedule: Schedule) -> list[str]:
     """A sentence if the profile is of another pipeline than the planned one."""
     was = known.layout or layout
@@ -257,7 +242,7 @@ def _contradictions(known: Known, layout: Layout, schedule: Schedule) -> list[st
         return []
     then, now = _shape(was, number), _shape(layout, schedule.num_microbatches)
     if then == now:
-        return ["The profile is of other layers on these stages than the flags say."]
+        now = "other layers on these stages"
     return [f"The profile is of {then}; this is planned for {now}, as the flags say."]
 
 

@@ -15,7 +15,6 @@ from rich.table import Table
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command, budgets, sizes
 from megatron_autorecompute.cli.estimate import budget_words, check_lengths, default_budget_bytes
-from megatron_autorecompute.cli.jobs import as_typed, command_with
 from megatron_autorecompute.cli.output import (
     add_json,
     add_output,
@@ -25,7 +24,7 @@ from megatron_autorecompute.cli.output import (
     print_plan,
     progress_bars,
 )
-from megatron_autorecompute.cli.pipeline import MICRO_BATCH_SIZE, SPLIT, SPLIT_OF_FIELD
+from megatron_autorecompute.cli.pipeline import MICRO_BATCH_SIZE
 from megatron_autorecompute.cli.problem import Source, add_problem, problems, read_source
 from megatron_autorecompute.cli.verify import add_runs, as_data, conclude, verified
 from megatron_autorecompute.errors import InfeasibleError, OptionError
@@ -34,7 +33,7 @@ from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.buckets import BucketPlan, bucket_plans
 from megatron_autorecompute.planner.search.problem import Budget
 from megatron_autorecompute.planner.search.shapes import search_shapes
-from megatron_autorecompute.planner.search.suggestions import Change, explained
+from megatron_autorecompute.planner.search.suggestions import explained
 from megatron_autorecompute.units import gib
 
 if TYPE_CHECKING:
@@ -69,7 +68,9 @@ class PlanCommand(Command):
         )
         add_output(parser, "PLAN.json", "file to write; - prints the plan")
         parser.add_argument(
-            "--verify", action="store_true", help="also run Megatron's own schedule under the plan"
+            "--verify",
+            action="store_true",
+            help="also run Megatron's own schedule under the plan, as with the next two",
         )
         add_runs(parser)
         add_json(parser)
@@ -78,30 +79,25 @@ class PlanCommand(Command):
     def run(self, args: Namespace) -> None:
         """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
         output = output_file(args)
-        given = {"--measured": args.measured is not None, "--lengths": bool(args.lengths)}
-        unused = next((flag for flag, there in given.items() if there), None)
-        if unused and not args.verify:
-            raise OptionError(
-                f"{unused} has no effect without --verify. Add --verify, or leave it out."
-            )
+        verifies = args.verify or args.measured is not None or bool(args.lengths)
         source = read_source(args)
         if source.job is not None:
             check_lengths(output, source.job)
         budget = _budget(args, source)
         with progress_bars() as bars:
             plan = _solved(args, source, budget, bars)
-        checks: list[StageCheck] | None = None
+        checks: Sequence[StageCheck] | None = None
         try:
             if output is not None:
                 plan.save(output)
-            if args.verify and args.json:  # one JSON document has both
+            if verifies and args.json:  # one JSON document has both
                 checks = verified(args, plan)
         finally:
             beside: dict[str, Any] = {"verified": as_data(checks)} if checks else {}
             _print(args, plan, beside)
         if not args.json:
             _say_more(args, source, output)
-        if args.verify:
+        if verifies:
             conclude(args, verified(args, plan) if checks is None else checks)
 
 
@@ -146,19 +142,6 @@ def _say_more(args: Namespace, source: Source, output: Path | None) -> None:
         print(f"megatron-autorecompute plan --profile {path} --budget-gib GIB")
 
 
-def _command(args: Namespace, source: Source, change: Change) -> str | None:
-    """The command line with a change, to copy; None if no flag of it says the change."""
-    if not change.settings:
-        return None
-    if source.job is not None:
-        return command_with(args, source.job, change.settings)
-    given = {SPLIT_OF_FIELD.get(name, name): v for name, v in change.settings.items()}
-    if not given.keys() <= set(SPLIT):
-        return None
-    words = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given.items()]
-    return as_typed(args, [word for flag in words for word in flag])
-
-
 def _solved(args: Namespace, source: Source, budget: Budget, bars: Progress) -> Plan:
     found, asked = problems(args, source, args.search_micro_batch)
     found = [own.at(budget) for own in found]
@@ -174,7 +157,7 @@ def _solved(args: Namespace, source: Source, budget: Budget, bars: Progress) -> 
     try:
         return make_plan(problem, megatron_flags=flags, notes=notes)
     except InfeasibleError as error:
-        raise explained(error, problem, lambda change: _command(args, source, change)) from error
+        raise explained(error, problem) from error
 
 
 def _buckets_view(plans: Sequence[BucketPlan]) -> Table:

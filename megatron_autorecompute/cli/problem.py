@@ -150,10 +150,7 @@ def problems(
 ) -> tuple[list[Problem], Asked]:
     """One problem per profile, all with as many samples per step as the first; the pipeline.
 
-    Args:
-        args: parsed flags of `add_problem`.
-        source: what `read_source` found in them.
-        micro_batches: micro-batch sizes, one for each profile; empty for a single profile.
+    micro_batches: micro-batch sizes, one for each profile; empty for a single profile.
 
     Raises ProfileError if profiles have other sizes, OptionError for an imbalance percentile
     without recorded imbalance or an open number of microbatches, PipelineError for a layout or

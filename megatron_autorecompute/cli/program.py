@@ -73,7 +73,6 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     verb = vars(args).pop("parser")
     if unknown:
         _refuse(verb, unknown)
-    args.typed = words
     args.megatron_flags = words[cut + 1 :]
     if args.megatron_flags and not args.command.takes_megatron_flags:
         reader.error(f"{' '.join(words[cut:])}: {args.verb} takes nothing after --")

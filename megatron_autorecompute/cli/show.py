@@ -74,7 +74,7 @@ class ShowCommand(Command):
         written, OptionError for a picture that would replace it, and for a picture or a translation
         of a profile.
         """
-        if args.svg and not streams.is_standard_output(args.svg):
+        if args.svg and str(args.svg) != "-":
             check_output(args, args.svg)
         text = json_records.read(args.plan, Plan.__name__)
         if json_records.has_fields(text, "kinds", "parallelism"):
@@ -92,10 +92,10 @@ class ShowCommand(Command):
             from megatron_autorecompute.report.strip import strip_svg  # loads matplotlib
 
             picture = strip_svg(plan)
-            if streams.is_standard_output(args.svg):
+            if str(args.svg) == "-":
                 if args.json:
                     alone = "the picture is printed alone"
-                    raise without_effect("--json", f"--svg {args.svg}", alone)
+                    raise without_effect("--json", "--svg -", alone)
                 streams.write(picture)
                 return
             write_atomically(picture, args.svg)

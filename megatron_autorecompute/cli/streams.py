@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # --help needs no rich
@@ -58,16 +57,6 @@ def printable(text: str) -> str:
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
     )
-
-
-def is_standard_output(path: Path) -> bool:
-    """Whether `-` or a path such as /dev/stdout means where `print` writes."""
-    if str(path) == "-":
-        return True
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(sys.stdout.fileno()))
-    except (OSError, ValueError):  # nothing there yet; or the stream is no file's
-        return False
 
 
 class Printable:

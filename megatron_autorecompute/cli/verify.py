@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_autorecompute.cli.command import Command, sizes
 from megatron_autorecompute.cli.output import add_json, console, progress_bars, quiet_upstream
-from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
@@ -35,8 +34,7 @@ class VerifyCommand(Command):
 
     def run(self, args: Namespace) -> None:
         """Verify; raises VerificationError if Megatron's own schedule disagrees."""
-        plan = Plan.load(args.plan)
-        checks = verified(args, plan)
+        checks = verified(args, Plan.load(args.plan))
         if args.json:
             print(json.dumps(as_data(checks), indent=1))
         conclude(args, checks)
@@ -61,7 +59,7 @@ def add_runs(parser: ArgumentParser) -> None:
     )
 
 
-def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
+def verified(args: Namespace, plan: Plan) -> tuple[StageCheck, ...]:
     """Run Megatron's schedule under a plan, and under the policy of the step that a job measured.
 
     Without --json a table is printed, each line as soon as its stage is done.
@@ -70,32 +68,20 @@ def verified(args: Namespace, plan: Plan) -> list[StageCheck]:
     with quiet_upstream():
         from megatron_autorecompute.meta import verify  # loads torch and Megatron
 
-        unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
-        steps = measured is not None
         calls = args.lengths or verify.calls_of(plan)
-        if calls and plan.schedule.overlap_moe_expert_parallel_comm:
-            raise OptionError(
-                "--lengths under overlap_moe_expert_parallel_comm: what a forward takes beside the "
-                "backward of a shorter microbatch is not predicted. Leave the lengths out."
-            )
-        job = steps or bool(plan.measured_peak_bytes)
-        lines = Lines(unit, steps=bool(calls) or steps, job=job)
-        if measured is not None:
-            verify.measured_peaks(plan, measured)
+        steps = 1 + len(calls) + (measured is not None)
+        unit = unit_for(stage.peak_high_bytes for stage in plan.cost.stages)
+        job = measured is not None or bool(plan.measured_peak_bytes)
         with progress_bars() as bars:
-            stages = plan.layout.num_stages
-            task = bars.add_task("Megatron's own schedule", total=stages * (1 + steps + len(calls)))
+            total = steps * plan.layout.num_stages
+            task = bars.add_task("Megatron's own schedule", total=total)
 
             def done(check: StageCheck) -> None:
                 bars.advance(task)
                 if not args.json:
-                    lines.say(check)
+                    print_row(check, unit, steps=steps > 1, job=job)
 
-            checks = [*verify.verify(plan, done)]
-            checks += verify.verify_calls(plan, calls, checks, done)
-            if measured is not None:
-                checks += verify.verify_measured(plan, measured, done)
-    return checks
+            return verify.verify(plan, calls, measured, done)
 
 
 def conclude(args: Namespace, checks: Sequence[StageCheck]) -> None:
@@ -127,55 +113,35 @@ def _measured(args: Namespace, plan: Plan) -> Plan | None:
     return plan if known else None
 
 
-class Lines:
-    """The table's rows, written one at a time, in columns of the header's widths.
-
-    Args:
-        unit: of bytes.
-        steps: whether rows name their step: more than the plan's own runs.
-        job: whether rows have a peak that a job measured.
-    """
-
-    def __init__(self, unit: Unit, *, steps: bool = False, job: bool = False) -> None:
-        digits = 3 if unit.size == GIB else 1
-        columns: list[tuple[str, Callable[[StageCheck], str]]] = [
-            ("stage", lambda one: str(one.stage)),
-            (f"predicted {unit.name}", lambda one: f"{one.predicted_bytes / unit.size:.{digits}f}"),
-            (f"Megatron {unit.name}", lambda one: f"{one.megatron_bytes / unit.size:.{digits}f}"),
-            ("  error", lambda one: f"{one.error:+.2%}"),
-            (f"total {unit.name}", lambda one: unit.text(one.total_bytes)),
-        ]
-        if steps:
-            columns.insert(0, ("          step", _step))
-        if job:
-            columns.append((f"  job {unit.name}", lambda one: _or_none(one.job_bytes, unit.text)))
-            columns.append(("  error", lambda one: _or_none(one.job_error, "{:+.2%}".format)))
-        columns.append((f"budget {unit.name}", lambda one: unit.text(one.budget_bytes)))
-        self._columns = columns
-        self._begun = False
-
-    def say(self, check: StageCheck) -> None:
-        """Write one stage, and the header before the first."""
-        if not self._begun:
-            print("  ".join(name for name, _ in self._columns))
-        self._begun = True
-        cells = [text(check).rjust(len(name)) for name, text in self._columns]
-        print("  ".join([*cells, _remark(check)]).rstrip(), flush=True)
+def print_row(check: StageCheck, unit: Unit, *, steps: bool = False, job: bool = False) -> None:
+    """Print one stage in columns of the header's widths, and the header before the first; with
+    `steps` rows name their step, with `job` they have a peak that a job measured."""
+    digits = 3 if unit.size == GIB else 1
+    columns = [
+        ("          step", check.step) if steps else (),
+        ("stage", str(check.stage)),
+        (f"predicted {unit.name}", f"{check.predicted_bytes / unit.size:.{digits}f}"),
+        (f"Megatron {unit.name}", f"{check.megatron_bytes / unit.size:.{digits}f}"),
+        ("  error", f"{check.error:+.2%}"),
+        (f"total {unit.name}", unit.text(check.total_bytes)),
+        (f"  job {unit.name}", _or_none(check.job_bytes, unit.text)) if job else (),
+        ("  error", _or_none(check.job_error, "{:+.2%}".format)) if job else (),
+        (f"budget {unit.name}", _or_none(check.budget_bytes, unit.text)),
+    ]
+    shown = [column for column in columns if column]
+    if (check.step, check.stage) == ("plan", 0):
+        print("  ".join(name for name, _ in shown))
+    cells = [text.rjust(len(name)) for name, text in shown]
+    print("  ".join([*cells, _remark(check)]).rstrip(), flush=True)
 
 
 def _or_none(figure: float | None, text: Callable[[float], str]) -> str:
     return "" if figure is None else text(figure)
 
 
-def _step(check: StageCheck) -> str:
-    if check.call is not None:
-        return f"call {check.call}"
-    return "plan" if check.iteration is None else f"iteration {check.iteration}"
-
-
 def _remark(check: StageCheck) -> str:
     """What is wrong, if anything is."""
-    if check.iteration is None and not check.fits:
+    if not check.fits:
         return "over budget"
     if not check.bounded:
         return "above the plan"

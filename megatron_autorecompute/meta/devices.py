@@ -1,8 +1,6 @@
 """Peak rates of devices, and what kernels and collectives are taken to reach of them.
 
-Both come from `devices.json`, which names the source of every figure: a datasheet, somebody's
-measured kernels, the measured steps that it was fitted on, or a guess. What is assumed is printed
-with every result. docs/decisions/time-model.md says why these parameters.
+Both come from `devices.json`, which names the source of every figure.
 """
 
 from __future__ import annotations
@@ -67,10 +65,6 @@ class Efficiency:
     step_ms: float = 0.0
     """Milliseconds of a step outside its microbatches, besides collectives and the optimizer."""
 
-    def with_flash(self) -> Efficiency:
-        """These figures where flash-attn runs."""
-        return self.scaled("attention", self.flash).scaled("attention_backward", self.flash)
-
     def with_host(self, factor: float) -> Efficiency:
         """These figures with a host that takes `factor` times as long."""
         return (
@@ -95,24 +89,6 @@ SHARES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
-    """A device's way to its node's memory."""
-
-    link: HostLink
-    """The rate of one device while all others copy, too."""
-    source: str
-
-    @property
-    def assumed(self) -> str:
-        """What is assumed of it, as a sentence."""
-        return (
-            f"Copies to host memory and back: {self.link.to_host_gb_per_s:.3g} GB/s each way at "
-            f"once, and {gib(self.link.host_bytes)} GiB of host memory per device, {USABLE:.0%} of "
-            f"its share of the node ({self.source}). They slow nothing else."
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Device:
     """One GPU. Rates are peaks, per second."""
 
@@ -129,13 +105,24 @@ class Device:
     network_bytes: float
     """Bytes per second in one direction, between such groups."""
     source: str
-    host: Host
+    host_link: HostLink
+    """The rate to its node's memory and back while all others copy, too."""
+    host_source: str
     l2_bytes: int | None = None
     """`L2_cache_size` of torch's device properties; None: no source found."""
     reaches: Efficiency = Efficiency()
     """What its kernels and links are taken to reach."""
     reached_by: Mapping[str, str] = field(default_factory=dict)
     """Where each field of `reaches` is from: a key of `sources`."""
+
+    @property
+    def assumed_of_host(self) -> str:
+        """What is assumed of copies to the node's memory, as a sentence."""
+        return (
+            f"Copies to host memory and back: {self.host_link.to_host_gb_per_s:.3g} GB/s each way "
+            f"at once, and {gib(self.host_link.host_bytes)} GiB of host memory per device, "
+            f"{USABLE:.0%} of its share of the node ({self.host_source}). They slow nothing else."
+        )
 
     @property
     def needs_fp8_transposes(self) -> bool:
@@ -165,11 +152,6 @@ class Device:
 def devices() -> dict[str, Device]:
     """Every device of devices.json by its name."""
     return {name: _device(name, d) for name, d in _file().items() if name not in _NO_DEVICE}
-
-
-def sources() -> dict[str, str]:
-    """Where figures of `Device.reaches` are from, by the names that `reached_by` has."""
-    return dict(_file()["sources"])
 
 
 def device(name: str) -> Device:
@@ -209,7 +191,8 @@ def _device(name: str, data: Any) -> Device:
         data["link_domain"],
         data["network"] * 1e9,
         data["source"],
-        Host(HostLink(rate, rate, share), host["source"]),
+        HostLink(rate, rate, share),
+        host["source"],
         None if l2 is None else round(l2["mib"] * (1 << 20)),
         Efficiency(**{field: float(value) for field, (value, _) in reaches.items()}),
         {field: source for field, (_, source) in reaches.items()},

@@ -90,13 +90,8 @@ def _job(flags: list[str], num_gpus: int, _: int) -> Job:
 
 
 def settings_of(named: str, optimizer: Any, *others: Any, precision: Any) -> dict[str, Any]:
-    """A job's fields by Megatron's names for them, and those of its optimizer and precision.
-
-    Args:
-        named: what the error message calls the optimizer.
-        optimizer: has the optimizer's settings.
-        others: have all others; of several with one name the first counts.
-        precision: has the settings of fp8 and fp4, if there are any.
+    """A job's fields by Megatron's names for them: of its optimizer, which a message calls `named`,
+    of `others`, of which the first that has a field counts, and of fp8 and fp4 in `precision`.
 
     Raises OptionError for an optimizer that is not modelled.
     """

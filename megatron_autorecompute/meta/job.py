@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,13 +30,10 @@ from megatron_autorecompute.meta.job_config import (
     precision_of,
     refuse_unmodelled,
 )
-from megatron_autorecompute.options import nearest
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 
-MOST_CHARACTERS = 1 << 20
-"""Limit on a job as JSON; the longest of the examples has 2,000."""
 Count = Annotated[int, Field(ge=1, le=1 << 40)]
 Percent = Annotated[str, Field(pattern=r"^(100(\.0+)?|\d{1,2}(\.\d+)?)$")]
 Factor = Annotated[float, Field(gt=0, le=1024, allow_inf_nan=False)]
@@ -401,14 +398,6 @@ def read_description(path: str | Path) -> Any:
     return data
 
 
-def _described(item: Any) -> str:
-    if item["type"] != "unexpected_keyword_argument":
-        return json_records.described(item)
-    name = str(item["loc"][-1])
-    near = nearest(name, [known.name for known in fields(Job)])
-    return f"{json_records.shown_name(name)}: a job has no such field; the nearest is {near}"
-
-
 def job_from(data: Any, source: str) -> Job:
     """Check a job given as plain data.
 
@@ -419,11 +408,13 @@ def job_from(data: Any, source: str) -> Job:
     for part in (data, data.get("config")) if isinstance(data, dict) else ():
         refuse_unmodelled(part if isinstance(part, dict) else {}, f"{source}: {{}}".format)
     try:
-        job = TypeAdapter(Job).validate_json(_json(data, source), strict=True)
+        job = TypeAdapter(Job).validate_json(json.dumps(data, allow_nan=False), strict=True)
     except ValidationError as error:
         items = error.errors(include_url=False)
-        wrong = json_records.corrections(map(_described, items))
+        wrong = json_records.corrections(map(json_records.described, items))
         raise OptionError(f"{source} is no job description. {wrong}") from error
+    except (TypeError, ValueError, RecursionError) as error:  # what JSON does not have
+        raise OptionError(f"{source} is no job description: {error}.") from error
     job = replace(job, config=_whole(job.config, source))
     check_config(job.config, source)
     if job.pattern is not None:
@@ -528,19 +519,3 @@ def _whole(config: dict[str, Any], source: str) -> dict[str, Any]:
     if isinstance(stages, int) and segments > stages > 0 and segments % stages == 0:
         follows["virtual_pipeline_model_parallel_size"] = segments // stages
     return {**follows, **given}
-
-
-def _json(data: Any, source: str) -> str:
-    """The data as JSON, if it is plain and of a job's size: aliases in YAML can repeat endlessly.
-
-    Raises OptionError.
-    """
-    try:
-        parts = 0
-        for part in json.JSONEncoder(allow_nan=False).iterencode(data):
-            parts += len(part)
-            if parts > MOST_CHARACTERS:
-                raise OptionError(f"{source} is too long for a job description. Shorten it.")
-        return json.dumps(data)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(f"{source} is no job description: {error}.") from error

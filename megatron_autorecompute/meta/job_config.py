@@ -1,13 +1,7 @@
 """A job's config as values, and what of it runs as CUDA graphs.
 
-What is not given has Megatron's default, and what is given has the type and the limits of its
-field here. Values that contradict each other Megatron refuses itself, when its config is made
-before anything is built (`model.check_fields`) or in the build; `job.contradictions` has those of
-which it says nothing without a device.
-
-Megatron has renamed the fields of graphs. Up to 0.18 there is `cuda_graph_scope`, and
-`full_iteration` is one of its values. Later there is `cuda_graph_modules`, and full_iteration is a
-`cuda_graph_impl`. This module reads both.
+What is not given has Megatron's default. Values that contradict each other Megatron refuses itself
+(`model.check_fields`), or `job.contradictions` where it says nothing without a device.
 """
 
 from __future__ import annotations
@@ -179,6 +173,7 @@ ITERATION = "full_iteration"
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 """Parts of a layer that can be captured; none of them stands for whole layers."""
 FIELDS = ("cuda_graph_modules", "cuda_graph_scope")
+"""Megatron's field for them: the second up to 0.18, where `full_iteration` is one of its values."""
 
 
 @dataclass(frozen=True, slots=True)

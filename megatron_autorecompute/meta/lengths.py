@@ -136,12 +136,8 @@ def simulated(job: Job) -> Calls:
 
 
 def profile_lengths(job: Job, profile_one: Callable[[Job], Profile]) -> Profile:
-    """The profile at max_tokens_per_microbatch, with lines, and with what calls to expect.
-
-    Args:
-        job: one with max_tokens_per_microbatch.
-        profile_one: profiles a job of one length.
-    """
+    """The profile at max_tokens_per_microbatch, with lines, and with what calls to expect;
+    `profile_one` profiles a job of one length."""
     calls = simulated(job)
     microbatches = calls.num_microbatches
     cap, split = job.max_tokens_per_microbatch, job.size("context")

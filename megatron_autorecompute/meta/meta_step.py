@@ -1,24 +1,14 @@
 """Runs a whole step of one pipeline stage by Megatron's own schedule, and counts its bytes exactly.
 
-The real model is built on meta tensors under torch's "fake" process group of the real world size,
-and Megatron's real forward_backward function runs on it. So the order of events, the recompute and
-the tensors that operations save are not modelled. Live bytes agree with the same step on real
-tensors in real processes to the byte in the tests. A stage of an 80-layer, h=8192, tp=8, pp=8 model
-with 16 microbatches takes a few seconds on one core, whatever the world size.
-
-It does not show times, temporaries inside kernels, the allocator's rounding and fragmentation,
-Transformer Engine's kernels, or MoE imbalance: tokens are routed evenly. Gradients count as already
-allocated; each weight gradient exists once more while it is added, as in Megatron without
-``gradient_accumulation_fusion``. CUDA-only fusions of the config run unfused (masked softmax,
-persistent LayerNorm). `model.run_stage` runs a stage of a job.
+The real model is built on meta tensors under torch's "fake" process group of the real world size.
+It does not show times, temporaries inside kernels, the allocator's blocks, or MoE imbalance: tokens
+are routed evenly. Gradients count as already allocated.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import inspect
 import logging
 import multiprocessing
 import os
@@ -27,17 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_iter
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megatron_autorecompute.errors import MachineError
 from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
 from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.patched import patched
-from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 
 MOST_WORKERS = 8
@@ -51,57 +39,15 @@ ForwardStep = Callable[[Any, Any], tuple[torch.Tensor, Callable[..., Any]]]
 """Megatron's `forward_step_func`; its iterator yields microbatch numbers."""
 
 
-Phase = Literal["forward", "backward", "combined", "between"]
-
-
-class Where(NamedTuple):
-    """Which part of a step: phase "between" is communication and bookkeeping of the schedule, phase
-    "combined" a forward beside another microbatch's backward, named by the forward."""
-
-    phase: Phase
-    chunk: int | None = None
-    microbatch: int | None = None
-    layer: int | None = None
-    """Global 0-based layer; None outside the layers (embedding, head, before and after)."""
-
-    def __str__(self) -> str:
-        if self.phase == "between":
-            return "between forwards and backwards"
-        if self.phase == "combined":
-            return f"forward of microbatch {self.microbatch} beside a backward"
-        of = "outside layers" if self.layer is None else f"of layer {self.layer}"
-        return f"{self.phase} {of}"
-
-
-@dataclass(frozen=True, slots=True)
-class StepSpan:
-    """One part of a step in one place, with its bytes of activations (all that is not static)."""
-
-    where: Where
-    start_bytes: int
-    peak_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class StageStep:
-    """One stage's step. Device memory needed = parameters + gradients + buffers + peak + optimizer.
+    """One stage's step."""
 
-    spans are in order of time and cover the whole step.
-    """
-
-    stage: int
     parameter_bytes: int
-    gradient_bytes: int
-    """The bytes of gradients in the parameters' dtype; Megatron's main gradients may be wider."""
     buffer_bytes: int
     """Module buffers, the attention mask, and the tensors of `kept_between_steps`."""
     peak_bytes: int
-    spans: tuple[StepSpan, ...]
-
-    @property
-    def peak_span(self) -> StepSpan:
-        """The first span in which the peak occurs."""
-        return next(span for span in self.spans if span.peak_bytes == self.peak_bytes)
+    """The most bytes of activations: all that is not static."""
 
 
 # ----------------------------------------------------------------------------- stages, on meta
@@ -183,15 +129,6 @@ def meta_config(config: Any) -> Any:
     return changed
 
 
-def applied(
-    policy: RecomputePolicy | None, models: list[torch.nn.Module]
-) -> contextlib.AbstractContextManager[Any]:
-    """In this block the models run a policy; with None their config's own settings."""
-    from megatron_autorecompute.runtime.apply import apply
-
-    return contextlib.nullcontext() if policy is None else apply(policy, models)
-
-
 # --------------------------------------------------------------------------- model, any device
 
 
@@ -270,16 +207,15 @@ def trace_step(
     models: list[torch.nn.Module],
     shape: StepShape,
     forward_step: ForwardStep,
+    watched: Callable[[LiveBytes], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> StageStep:
-    """Run one step of Megatron's schedule on built chunks, and record the bytes alive in each part.
+    """Run one step of Megatron's schedule on built chunks, inside `watched`, and count bytes alive.
     If the chunks offload, a step goes before it: the warm-up of Megatron's offload.
 
     Needs Megatron's parallel state. Works on CPU tensors in real ranks as well; the tests compare
     the two. Gradients are allocated first, as static bytes, except for parameters with a main_grad.
     Tensors in the `static` of `forward_step` stay from step to step.
     """
-    from megatron.core import parallel_state
-
     parameters = [p for model in models for p in model.parameters()]
     gradients = [g for p in parameters if (g := _gradient(p)) is not None]
     buffers = [b for model in models for b in model.buffers()]
@@ -290,19 +226,13 @@ def trace_step(
     with (
         LiveBytes(static=[*parameters, *gradients, *buffers]) as live,
         kept_between_steps(models, live) as kept,
-        _recorded(models, live),
+        watched(live),
     ):
         run_step(models, shape, forward_step)
     return StageStep(
-        stage=parallel_state.get_pipeline_model_parallel_rank(),
         parameter_bytes=storage_bytes(parameters),
-        gradient_bytes=storage_bytes(gradients),
         buffer_bytes=storage_bytes([*buffers, *kept]),
         peak_bytes=live.peak_bytes,
-        spans=tuple(
-            StepSpan(cast(Where, span.label or Where("between")), span.start_bytes, span.peak_bytes)
-            for span in live.spans()
-        ),
     )
 
 
@@ -341,121 +271,6 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor | None:
         return main
     parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     return parameter.grad
-
-
-class _Recorder:
-    """Marks the parts of the step in the live-bytes timeline."""
-
-    def __init__(self, models: list[torch.nn.Module], live: LiveBytes) -> None:
-        self.live = live
-        self.where = Where("between")
-        self.chunks = {id(model): chunk for chunk, model in enumerate(models)}
-        self.forwards = [0] * len(models)
-        # By output tensor: backward_step gets neither chunk nor microbatch.
-        self.outputs = WeakIdKeyDictionary()
-
-    def move(self, where: Where) -> None:
-        self.where = where
-        self.live.mark(where)
-
-    def forward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(step_function: Any, iterator: Any, model: Any, *args: Any, **kw: Any) -> Any:
-            chunk = self.chunks[id(model)]
-            microbatch = self.forwards[chunk]
-            self.forwards[chunk] += 1
-
-            def begin(*step_args: Any) -> Any:  # after set_input_tensor freed the old input
-                self.move(Where("forward", chunk, microbatch))
-                return step_function(*step_args)
-
-            result = original(begin, iterator, model, *args, **kw)
-            self.outputs[next(iter(tree_iter(result)))] = (chunk, microbatch)
-            self.move(Where("between"))
-            return result
-
-        return wrapper
-
-    def backward_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(input_tensor: Any, output_tensor: Any, *args: Any, **kw: Any) -> Any:
-            chunk, microbatch = self.outputs[next(iter(tree_iter(output_tensor)))]
-            self.move(Where("backward", chunk, microbatch))
-            result = original(input_tensor, output_tensor, *args, **kw)
-            self.move(Where("between"))
-            return result
-
-        return wrapper
-
-    def combined_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """One step of EP overlap: a forward, a backward, or one beside the other."""
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            given = inspect.signature(original).bind(*args, **kwargs).arguments
-            forward, backward = (given.get(name) for name in ("f_model", "b_model"))
-            model = backward if forward is None else forward
-            chunk = self.chunks[id(model)]
-            if forward is None:
-                self.move(Where("backward", chunk))
-            else:
-                phase: Phase = "forward" if backward is None else "combined"
-                self.move(Where(phase, chunk, self.forwards[chunk]))
-                self.forwards[chunk] += 1
-            result = original(*args, **kwargs)
-            self.move(Where("between"))
-            return result
-
-        return wrapper
-
-    def watch(self, layer: torch.nn.Module, index: int) -> list[Any]:
-        """Hooks that mark the begin of the layer's forward (also a recomputed one) and backward.
-
-        A layer's backward begins with the gradient of its output and ends with that of its input.
-        The hooks are on tensors, because module backward hooks would add nodes to the graph.
-        """
-
-        def enter(layer: Any, args: Any, kwargs: Any) -> None:
-            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-            if hidden.requires_grad and torch.is_grad_enabled():
-                hidden.register_hook(lambda gradient: self.move(self.where._replace(layer=None)))
-            self.move(self.where._replace(layer=index))
-
-        def leave(layer: Any, args: Any, output: Any) -> None:
-            hidden = output[0] if isinstance(output, tuple) else output
-            if hidden.requires_grad:
-                hidden.register_hook(lambda gradient: self.move(self.where._replace(layer=index)))
-            self.move(self.where._replace(layer=None))
-
-        return [
-            layer.register_forward_pre_hook(enter, with_kwargs=True),
-            layer.register_forward_hook(leave),
-        ]
-
-
-@contextlib.contextmanager
-def _recorded(models: list[torch.nn.Module], live: LiveBytes) -> Iterator[None]:
-    from megatron.core.pipeline_parallel import combined_1f1b, schedules
-
-    from megatron_autorecompute.compat import model_layers
-
-    recorder = _Recorder(models, live)
-    with contextlib.ExitStack() as undo:
-        for name, noted in {
-            "forward_step": recorder.forward_step(schedules.forward_step),
-            "backward_step": recorder.backward_step(schedules.backward_step),
-        }.items():
-            undo.enter_context(patched(schedules, name, noted))
-        combined = recorder.combined_step(combined_1f1b.combined_forward_backward_step)
-        undo.enter_context(patched(combined_1f1b, "combined_forward_backward_step", combined))
-        layers = [
-            pair
-            for site in model_layers.block_sites(models)
-            for pair in zip(site.block.layers, site.layers, strict=True)
-        ]
-        layers += [(site.layer, site.indices[0]) for site in model_layers.mtp_sites(models)]
-        for layer, index in layers:
-            for handle in recorder.watch(layer, index):
-                undo.callback(handle.remove)
-        yield
 
 
 @contextlib.contextmanager

@@ -4,7 +4,6 @@ choices, in one pipeline stage with embedding and head. The fake process group h
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import os
 import traceback
@@ -31,7 +30,6 @@ from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.job_config import FIELDS
 from megatron_autorecompute.meta.meta_step import (
     StageStep,
-    applied,
     build_chunks,
     build_gpt,
     kept_between_steps,
@@ -42,6 +40,7 @@ from megatron_autorecompute.meta.without_cuda import deterministic
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import LayerKind
+from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.step_memory import is_out_of_memory
 
@@ -163,7 +162,7 @@ def run_stage(
     with built_stage(job, num_microbatches, stage, lengths) as (models, shape, step):
         parameters = [p for model in models for p in model.parameters()]
         add_main_gradients(parameters, dummies=job.makes_dummies)
-        with applied(policy, models):
+        with apply(policy, models):
             return trace_step(models, shape, step)
 
 
@@ -206,7 +205,7 @@ def counted(
     static = [*parameters, *add_main_gradients(parameters, dummies=job.makes_dummies)]
     static += [*model.buffers(), *step.static]
     with (
-        applied(policy, [model]),
+        apply(policy, [model]),
         LiveBytes(static) as live,
         kept_between_steps([model], live),
     ):
@@ -489,12 +488,6 @@ def check_hybrid(name: str) -> None:
             f"{name}: hybrid_layer_pattern describes a HybridModel, which megatron-core has from "
             "0.18 on. Install a newer one, or leave the pattern out for a GPTModel."
         )
-
-
-def config_names(latent: bool) -> set[str]:
-    """Fields that a job's config may have, with multi-latent attention or without."""
-    names = {field.name for field in dataclasses.fields(model_facts.config_type(latent))}
-    return names | set(LEFT_OUT) | {"hybrid_layer_pattern"}
 
 
 def _defaults(job: Job) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_autorecompute.compat import model_layers, rules
+from megatron_autorecompute.compat import model_layers
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.model import (
@@ -27,17 +27,8 @@ from megatron_autorecompute.meta.model import (
     meta_megatron,
     shard,
 )
-from megatron_autorecompute.policy import NONE, WHOLE, WHOLE_LAYER, LayerPolicy
+from megatron_autorecompute.policy import NONE, WHOLE, WHOLE_LAYER
 from megatron_autorecompute.profile import LayerKind, OffloadGroup, Profile
-
-
-def checked(sets: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Sets of modules to offload; raises PolicyError for names that the installed Megatron does not
-    know."""
-    choices = [LayerPolicy(offload=tuple(modules)) for modules in sets]
-    for choice in choices:
-        rules.check_known(choice, str(choice))
-    return [choice.offload for choice in choices]
 
 
 def with_inert_offload(kind: LayerKind, sets: Sequence[Sequence[str]]) -> LayerKind:
@@ -56,8 +47,6 @@ def with_inert_offload(kind: LayerKind, sets: Sequence[Sequence[str]]) -> LayerK
 
 
 LEAST_ELEMENTS = 256 << 10
-
-
 Saved = dict[tuple[int, int], tuple[torch.UntypedStorage, int]]
 """What one layer saved, as far as it may leave: storages, which keep their addresses so, and bytes
 that are copied, by storage and offset."""
@@ -84,12 +73,8 @@ def check_whole_layers(job: Job) -> None:
 
 
 def with_whole_layers(job: Job, profile: Profile) -> Profile:
-    """The job's profile with a record of `none+offload[cpu_offloading]` for every kind of layer.
-
-    Args:
-        job: the job of the profile; `check_whole_layers` accepts it.
-        profile: as `profile_job` made it.
-    """
+    """The job's profile with a record of `none+offload[cpu_offloading]` for every kind of layer;
+    `check_whole_layers` accepts the job."""
     saved = _saved(job)
     kinds = tuple(_with(kind, saved[kind.layers[0]]) for kind in profile.kinds)
     return replace(profile, kinds=kinds)

@@ -52,7 +52,6 @@ from megatron_autorecompute.meta.model import (
 )
 from megatron_autorecompute.meta.offload_records import (
     check_whole_layers,
-    checked,
     with_inert_offload,
     with_whole_layers,
 )
@@ -94,7 +93,7 @@ def profile_job(
     progress: Progress = lambda _: None,
     clock_type: type[Roofline] = Roofline,
     only: Sequence[str] | None = None,
-    offload: Sequence[Sequence[str]] = (),
+    offload: Sequence[tuple[str, ...]] = (),
 ) -> Profile:
     """Profile every choice of every kind of layer of a job, without running it.
 
@@ -123,14 +122,16 @@ def profile_job(
     device.check(job.precision)
     reached = efficiency
     if job.resolved.attention_backend == "flash":
-        reached = efficiency.with_flash()
+        reached = efficiency.scaled("attention", efficiency.flash)
+        reached = reached.scaled("attention_backward", efficiency.flash)
     if job.graphs.of_iteration:
         reached = reached.with_host(0)  # one graph starts everything
     clock = functools.partial(clock_type, device, reached, traffic(job))
     every = every_choice if only is None else functools.partial(_set_of, only)
-    asked = checked(offload)
-    offload = [modules for modules in asked if modules != (WHOLE_LAYER,)]
-    whole_layers = len(offload) < len(asked)
+    for modules in offload:
+        rules.check_known(LayerPolicy(offload=modules), f"offload {'+'.join(modules)}")
+    whole_layers = (WHOLE_LAYER,) in offload
+    offload = [modules for modules in offload if modules != (WHOLE_LAYER,)]
     if whole_layers:
         check_whole_layers(job)
     if offload:
@@ -138,16 +139,16 @@ def profile_job(
     decoder, whole = _decoder_and_whole(job, clock, every, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
-    shown, counted = decoder.shown, decoder.counted.with_ends_of(whole.counted)
+    seen, counted = decoder.shown, decoder.counted.with_ends_of(whole.counted)
     alone_ms = 0.0
     if job.resolved.overlap_moe_expert_parallel_comm:
         alone_ms = _alone_ms(job, clock(), kinds, progress)
         if job.pattern is None:
             progress(f"{job.name}: layers in parts, a forward beside a backward")
-            kinds = with_parts(replace_mtp(job, 0), kinds, shown.boundary_bytes)
+            kinds = with_parts(replace_mtp(job, 0), kinds, seen.boundary_bytes)
     facts = _facts(job, decoder.layer_facts)
     profile = replace(
-        shown,
+        seen,
         model=Model(job.name, job.num_layers, job.mtp_num_layers, facts=facts),
         kinds=kinds,
         head=whole.shown.head,
@@ -159,7 +160,7 @@ def profile_job(
         overlap_p2p_comm=job.resolved.overlap_p2p_comm,
         deferred=deferred_output_layer(job),
         graph_of_iteration=job.graphs.of_iteration,
-        host_link=device.host.link,
+        host_link=device.host_link,
         fingerprint=_fingerprint(job, device, efficiency),
     ).each_record(functools.partial(_modelled, job))
     kinds = tuple(with_inert_offload(kind, offload) for kind in with_inert(profile.kinds))
@@ -173,7 +174,7 @@ def profile_job(
     )
     profile = with_whole_layers(job, profile) if whole_layers else profile
     if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
-        return replace(profile, assumptions=(*profile.assumptions, device.host.assumed))
+        return replace(profile, assumptions=(*profile.assumptions, device.assumed_of_host))
     return profile
 
 
@@ -351,20 +352,15 @@ def _measured(
     """The shard's records, tensors that stay between steps, and what its layers keep."""
     model = built.model
     step = JobStep(job)
-    depth = len(built.kind_of)
-    own = own_embedding(job, model) if job.size("pipeline") > 1 else []
-    parameters = [*model.parameters(), *own]
     in_fp32 = job.accumulate_allreduce_grads_in_fp32
-    gradients = add_main_gradients(parameters, dummies=job.makes_dummies, in_fp32=in_fp32)
-    static = [*parameters, *gradients, *model.buffers(), *step.static]
-    nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
+    static, _ = static_tensors(job, model, step, dummies=job.makes_dummies, in_fp32=in_fp32)
 
     def forward() -> torch.Tensor:
         return step(None, model)[0].float().mean()
 
     whole = ModelShard([model], all_gather=alone, choices_of=every)
     with (
-        apply(nothing, model, groups=()) as applied,
+        apply(nothing(job, built), model, groups=()) as applied,
         LiveBytes(static) as live,
         kept_between_steps([model], live) as kept,
         OffloadCounter([model], clock, whole.may_offload).watching() as offloaded,
@@ -383,23 +379,42 @@ def _measured(
             offloaded.keep(applied.policy.layers)
             del earlier, loss
             dispatchers.after_step(applied.policy.layers)
-        if unseen := measurement.unseen():
-            names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
-            raise ProfileError(
-                f"{job.name}: the steps on meta tensors showed nothing of {names}. "
-                "Measure this model on a device, or report the config."
-            )
-        profile = measurement.profile(
-            Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
-        )
+        profile = shown(job, built, measurement)
     return profile, [*kept, *step.static], dispatchers
 
 
-def own_embedding(job: Job, model: Any) -> list[torch.nn.Parameter]:
+def nothing(job: Job, built: Shard) -> RecomputePolicy:
+    """The policy of a shard that recomputes nothing."""
+    return RecomputePolicy((NONE,) * (len(built.kind_of) + job.mtp_num_layers))
+
+
+def static_tensors(
+    job: Job, model: Any, step: JobStep, **gradients: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors of a shard that stay from step to step, and the main gradients among them, which
+    are made as `add_main_gradients` says."""
+    parameters = [*model.parameters(), *_own_embedding(job, model)]
+    made = add_main_gradients(parameters, **gradients)
+    return [*parameters, *made, *model.buffers(), *step.static], made
+
+
+def shown(job: Job, built: Shard, measurement: Measurement) -> Profile:
+    """What a shard's steps showed; raises ProfileError if they did not show every choice."""
+    if unseen := measurement.unseen():
+        names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
+        raise ProfileError(
+            f"{job.name}: the steps of one layer of every kind showed nothing of {names}. Measure "
+            "this model in the job, by auto, or report the config."
+        )
+    model = Model(job.name, len(built.kind_of), job.mtp_num_layers)
+    return measurement.profile(model, parallelism(job), StaticBytes())
+
+
+def _own_embedding(job: Job, model: Any) -> list[torch.nn.Parameter]:
     """Give the head, and MTP depths, the copy of the embedding that their stage has. One weight for
     both ends would have one gradient, which waits for the embedding's part of it."""
     tied = not job.untie_embeddings_and_output_weights
-    if not (tied or job.mtp_num_layers):
+    if job.size("pipeline") == 1 or not (tied or job.mtp_num_layers):
         return []
     groups = torch.distributed.ProcessGroup  # cannot be copied
     shared = [v for m in model.embedding.modules() for v in vars(m).values()]

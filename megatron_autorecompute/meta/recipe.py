@@ -41,12 +41,11 @@ def job_from_recipe(
 ) -> Job:
     """The job of a recipe function such as llama3_70b_pretrain_config.
 
-    num_gpus: the world size, which recipes do not name; by default the smallest that their parallel
-    sizes fill.
-
-    vocab_size: where the recipe leaves it to the tokenizer, which only a job reads.
-
-    gpu: what the job will run on, as recipes of MoE models ask for it; by default an H100.
+    Args:
+        name: the function's.
+        num_gpus: the world size; by default the smallest that the recipe's parallel sizes fill.
+        vocab_size: where the recipe leaves it to the tokenizer, which only a job reads.
+        gpu: what the job will run on, as recipes of MoE models ask for it; by default an H100.
 
     Raises MachineError if Bridge is not installed or cannot read the model's public config,
     OptionError for an unknown recipe, a vision-language model's, FSDP, an optimizer in host memory,
@@ -253,11 +252,6 @@ def fields_of_peft(peft: Any, model: Any, name: str) -> dict[str, Any]:
         "experts_shared_outer_loras": experts,
     }
     on = [field for field, counts in counted.items() if counts and getattr(peft, field, None)]
-    on += (
-        ["share_expert_adapters"]
-        if experts and not getattr(peft, "share_expert_adapters", True)
-        else []
-    )
     if experts and not getattr(peft, "share_expert_adapters", True):
         on.append("share_expert_adapters")
     if peft.dropout and peft.dropout_position != "pre":

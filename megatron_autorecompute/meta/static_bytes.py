@@ -1,14 +1,6 @@
 """Bytes that live through the step, and those that the optimizer step makes above them, by
-Megatron's own rules, from numbers of parameters.
-
-Rules: `DistributedOptimizer` and `_ParamAndGradBuffer` of megatron-core (the table in Megatron-LM's
-docs/source/api-guide/dist_optimizer.md: bf16 weights with fp32 gradients take 6 + 12/d bytes), and
-OptimizerConfig's precision-aware dtypes. Padding of buffers to multiples of the ranks is left out.
-TE is NVIDIA/TransformerEngine 2.11.
-
-Outside torch's allocator are CUDA's context and NCCL's buffers. They are no tensors, so no run on
-meta tensors shows them. Measured figures are of the configurations named; a job is counted as the
-nearest of them. DeepEP and HybridEP state their sizes in their sources.
+Megatron's own rules (`DistributedOptimizer`, `_ParamAndGradBuffer`, OptimizerConfig), from numbers
+of parameters. Padding of buffers is left out. TE is NVIDIA/TransformerEngine 2.11.
 """
 
 from __future__ import annotations
@@ -103,7 +95,7 @@ def _adam_or_muon(job: Job, trained: Trained, ranks: int) -> int:
     With the distributed optimizer whole matrices are divided over the ranks (megatron-core
     optimizer/layer_wise_optimizer.py), evenly in this count, and the rest byte by byte, or without
     the layout in whole tensors too."""
-    adam = state_bytes(job)
+    adam = sum(state_parts(job))
     if job.optimizer == "adam":
         return -(-adam * trained.count // ranks)
     rest = adam * (trained.count - trained.in_matrices)
@@ -144,13 +136,8 @@ def weight_bytes(job: Job, device: Device) -> float:
     return (1 if once else 2) * PRECISIONS[job.precision].copy_bytes + 2 * job.keeps_bf16_weights
 
 
-def state_bytes(job: Job) -> int:
-    """Bytes of optimizer state for each parameter: master weight and both moments."""
-    return sum(state_parts(job))
-
-
 def state_parts(job: Job) -> tuple[int, int, int]:
-    """Bytes of each of the three for each parameter."""
+    """Bytes of master weight and both moments for each parameter."""
     if not job.use_precision_aware_optimizer:
         return 4, 4, 4
     moments = ELEMENT_BYTES[job.exp_avg_dtype], ELEMENT_BYTES[job.exp_avg_sq_dtype]
@@ -172,7 +159,10 @@ def optimizer_step_bytes(job: Job, weights: Weights) -> int:
     the cast to quantised weights make. Gradients of all parameters are copied first; then dense and
     expert weights are stepped by one optimizer after the other (`ChainedOptimizer`)."""
     dense, expert = _shards(job, weights.total)
-    gradients = dense + expert if _copies_gradients(job) else 0
+    # bf16 main gradients are copied to fp32, unless Adam reads them as they are
+    # (`_copy_model_grads_to_main_grads`).
+    copies = not job.accumulate_allreduce_grads_in_fp32 and not job.adam_keeps_main_params
+    gradients = dense + expert if copies else 0
     cast = max(_shards(job, weights.quantised)) if _casts_weights(job) else 0
     return 4 * gradients + max(_unscaled_bytes(job) * max(dense, expert), 2 * cast)
 
@@ -181,12 +171,6 @@ def _shards(job: Job, parameters: Parameters) -> tuple[int, int]:
     """Dense and expert parameters whose state is on this rank."""
     expert = parameters.expert.count // state_ranks(job, expert=True)
     return parameters.dense.count // state_ranks(job), expert
-
-
-def _copies_gradients(job: Job) -> bool:
-    """bf16 main gradients are copied to fp32, unless Adam reads them as they are
-    (`_copy_model_grads_to_main_grads`)."""
-    return not job.accumulate_allreduce_grads_in_fp32 and not job.adam_keeps_main_params
 
 
 def _unscaled_bytes(job: Job) -> int:
@@ -235,32 +219,24 @@ _BETWEEN_NODES = {16: 140, 96: 132, 128: 132, 144: 132, 160: 132}
 """Tokens of a chunk between nodes by ranks: 128, up to a multiple of what is sent at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outside:
-    """Assumed bytes outside torch, and a few words on what they are."""
-
-    size_bytes: int
-    reason: str
-
-
-def outside_torch(job: Job, device: Device) -> Outside:
-    """Bytes outside torch on one of the job's ranks."""
+def outside_torch(job: Job, device: Device) -> tuple[int, str]:
+    """Assumed bytes outside torch on one of the job's ranks, and a few words on what they are."""
     ranks = job.size("expert") * job.expert_tensor_parallel
     if not job.resolved.num_moe_experts or ranks == 1:
-        return Outside(CONTEXT_BYTES, "CUDA's context and NCCL")
+        return CONTEXT_BYTES, "CUDA's context and NCCL"
     backend = job.dispatcher
     if backend == "deepep":
         asked = job.resolved.moe_flex_dispatcher_num_sms or job.resolved.moe_deepep_num_sms
         buffer_bytes = deepep_bytes(job.resolved.hidden_size, ranks, asked or _SMS)
-        return Outside(CONTEXT_BYTES + buffer_bytes, "CUDA's context, NCCL and DeepEP's buffers")
+        return CONTEXT_BYTES + buffer_bytes, "CUDA's context, NCCL and DeepEP's buffers"
     if backend == "hybridep":
         buffer_bytes = hybridep_bytes(job, ranks, min(ranks, device.link_domain))
-        return Outside(CONTEXT_BYTES + buffer_bytes, "CUDA's context, NCCL and HybridEP's buffers")
+        return CONTEXT_BYTES + buffer_bytes, "CUDA's context, NCCL and HybridEP's buffers"
     if backend == "alltoall":
         within = CONTEXT_BYTES + (ranks - 1) * ALL_TO_ALL_PEER_BYTES
         most = within if ranks <= min(_NODE, device.link_domain) else ALL_TO_ALL_BYTES
-        return Outside(most, "CUDA's context and NCCL with the experts' all-to-all")
-    return Outside(CONTEXT_BYTES, "CUDA's context and NCCL")
+        return most, "CUDA's context and NCCL with the experts' all-to-all"
+    return CONTEXT_BYTES, "CUDA's context and NCCL"
 
 
 def deepep_bytes(hidden_size: int, ranks: int, sms: int = _SMS) -> int:
@@ -284,10 +260,7 @@ def hybridep_bytes(job: Job, ranks: int, domain: int) -> int:
     branch hybrid-ep, csrc/hybrid_ep/buffer/intranode.cu `allocate_dispatch_buffers`, and between
     NVLink domains internode_doca.cu.
 
-    Args:
-        job: its tokens and experts.
-        ranks: the ranks that exchange tokens.
-        domain: the ranks in one NVLink domain.
+    domain: of the ranks that exchange tokens, those in one NVLink domain.
     """
     hidden, experts = job.resolved.hidden_size, job.resolved.num_moe_experts
     of_sequence = job.size("context") * (

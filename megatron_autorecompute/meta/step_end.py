@@ -1,14 +1,7 @@
 """Time of a step besides its microbatches: data-parallel collectives, the optimizer, the host.
 
-Megatron-core 0.19.2: `distributed/param_and_grad_buffer.py` (buckets, `start_grad_sync`,
-`start_param_sync`), `optimizer/distrib_optimizer.py`. With `overlap_grad_reduce` gradients are
-reduced bucket by bucket while the last microbatch runs backward, and the last bucket after it; with
-`overlap_param_gather` the first bucket of weights is gathered before the first forward.
-
-Muon: Newton-Schulz iterations over every matrix it trains. NVIDIA-NeMo/Emerging-Optimizers
-`orthogonalized_optimizers/muon_utils.py` (`newton_schulz`, `newton_schulz_step`) and
-`orthogonalized_optimizer.py` (`step`), which megatron-core's `optimizer/emerging_optimizers.py`
-`TensorParallelMuon` calls.
+As in megatron-core 0.19.2 (`param_and_grad_buffer.py`, `distrib_optimizer.py`), and for Muon as in
+NVIDIA-NeMo/Emerging-Optimizers (`muon_utils.py`, `orthogonalized_optimizer.py`).
 """
 
 from __future__ import annotations

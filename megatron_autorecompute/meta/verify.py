@@ -1,13 +1,7 @@
 """Compares a plan's predicted peaks with Megatron's own schedule, stage by stage, without a device.
 
-The job is run on meta tensors, so the check runs on any machine. A profile made without a device
-contains its job, which is run with the same stand-ins: this checks that layers, stages and schedule
-add up to what Megatron does, and not the stand-ins. Of a measured profile the facts
-(`compat.model_facts`) describe a job of Megatron's local layers; Transformer Engine's are refused,
-because other layers would run here.
-
-In calls whose microbatches differ in length stages exchange shapes (`variable_seq_lengths`), and
-samples are packed (THD) where the model's attention takes packed samples.
+The job of the profile runs on meta tensors: this checks that layers, stages and schedule add up to
+what Megatron does, and not the stand-ins for fused kernels, which run on both sides.
 """
 
 from __future__ import annotations
@@ -16,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_autorecompute.compat import model_facts
 from megatron_autorecompute.errors import OptionError, ProfileError, VerificationError
@@ -25,7 +19,6 @@ from megatron_autorecompute.meta.job import Job, job_from
 from megatron_autorecompute.meta.meta_step import StageStep, in_processes, workers
 from megatron_autorecompute.meta.model import EVEN_SPLIT, run_stage
 from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
-from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import layout_text
 from megatron_autorecompute.planner.cost.lengths import Arrangement
 from megatron_autorecompute.planner.cost.peak_memory import Peak, stage_base
@@ -52,7 +45,11 @@ Lengths = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class StageCheck:
-    """One stage: its activation peak, predicted and in Megatron's schedule, and its total."""
+    """One stage in one step: its activation peak, predicted and in Megatron's schedule, its total.
+
+    The steps are the plan's own (`plan`), calls whose microbatches differ in length (`call 1`), and
+    one that a job measured under a policy of its own (`iteration 3`).
+    """
 
     stage: int
     predicted_bytes: int
@@ -60,27 +57,20 @@ class StageCheck:
     optimizer step, and what a job's own forward_step keeps."""
     megatron_bytes: int
     """The activation peak in Megatron's own schedule."""
-    megatron_moment: str
-    """The moment of that peak in Megatron's schedule: `backward of layer 11`."""
     static_bytes: int
     """Static bytes from the profile, plus what the measured job itself kept, plus what copies under
     way to host memory add to the peak."""
-    budget_bytes: int
+    budget_bytes: int | None
+    """None: the step had another policy than the plan."""
     allowed_bytes: int = 0
     """By how much a prediction may be too high: by one boundary tensor with a profile without
-    `kept_gradient_bytes`, which counts the gradient of a chunk's output twice if the chunk's last
-    layer is no checkpoint; with EP overlap by BESIDE of them, because what a dispatcher keeps of
-    its last microbatch and no layer saves counts for every microbatch in flight, and in static
-    bytes."""
-    iteration: int | None = None
-    """The job's own iteration whose policy and microbatches ran; None: the plan's."""
+    `kept_gradient_bytes`, which counts the gradient of a chunk's output twice behind a layer that
+    is no checkpoint; with EP overlap by BESIDE of them, for what dispatchers keep counts twice."""
+    step: str = "plan"
     job_bytes: int | None = None
-    """The job's own peak in that iteration, or under the plan, on the stage's rank with the most;
-    None: no job ran it."""
-    call: int | None = None
-    """The number of the call with mixed lengths that ran; None: microbatches of one length."""
-    lengths: tuple[int, ...] = ()
-    """The tokens of each microbatch of that call that the stage ran, on a rank."""
+    """The job's own peak in that step, on the stage's rank with the most; None: no job ran it."""
+    lengths: Lengths = ()
+    """The tokens of each microbatch of a call."""
     bound_bytes: int | None = None
     """The plan's own peak in Megatron's schedule, where no microbatch of the call is longer than
     the plan's; None otherwise."""
@@ -103,7 +93,7 @@ class StageCheck:
     @property
     def fits(self) -> bool:
         """Whether static bytes and the meta step's peak are within the budget."""
-        return self.total_bytes <= self.budget_bytes
+        return self.budget_bytes is None or self.total_bytes <= self.budget_bytes
 
     @property
     def bounded(self) -> bool:
@@ -113,115 +103,157 @@ class StageCheck:
     @property
     def agrees(self) -> bool:
         """Whether the prediction is within TOLERANCE of Megatron's peak, or too high by at most
-        `allowed_bytes`.
-
-        That of a call with mixed lengths comes from lines that lie on or above what was measured,
-        so it may be too high by more; the plan's own peak must bound the call's."""
+        `allowed_bytes`; of a call, whose lines lie above what was measured, by any bytes, if the
+        plan's own peak bounds it."""
         too_high = self.predicted_bytes - self.megatron_bytes
-        if self.call is not None:
+        if self.lengths:
             return self.error >= -TOLERANCE and self.bounded
         return abs(self.error) <= TOLERANCE or 0 < too_high <= self.allowed_bytes
 
 
+class _Run(NamedTuple):
+    """What every stage runs in one step."""
+
+    policy: RecomputePolicy
+    num_microbatches: int
+    lengths: Lengths = ()
+    """Of the microbatches, on all context parallel ranks; empty: the plan's."""
+
+
 def verify(
-    plan: Plan, done: Callable[[StageCheck], None] = lambda _: None
+    plan: Plan,
+    calls: Sequence[Lengths] = (),
+    measured: Plan | None = None,
+    done: Callable[[StageCheck], None] = lambda _: None,
 ) -> tuple[StageCheck, ...]:
     """Run every stage of a plan on meta tensors, in processes of their own.
 
+    The plan is for the longest microbatch, and so bounds every call of shorter ones
+    (docs/decisions/bytes.md). Calls test that bound.
+
     Args:
         plan: the plan to check.
-        done: called with each stage's check, first stage first.
+        calls: tokens of each microbatch on a rank, each padded here to what Megatron can divide.
+        measured: the plan file of a job whose measured step (`measured_step`) is run too, by the
+            plan's profile; may be the plan itself.
+        done: called with each stage's check, step after step, first stage first.
 
-    Raises: ProfileError if the profile does not say how to build the model, MachineError if the
-    model's code needs a device.
+    Raises:
+        ProfileError: the profile does not say how to build the model, or holds for one length.
+        OptionError: what the job measured is of other layers, shapes or stages, or has no peaks;
+            CUDA graphs of layers; calls with EP overlap.
+        MachineError: the model's code needs a device.
     """
     if plan.profile.graphs_of_layers:
         raise OptionError(
             "verify runs layers as they are, and the profile counts them as CUDA graphs. Make the "
             "profile without cuda_graph_impl to verify the rest."
         )
-    # Its bytes are on top of every peak if forwards and backwards are one CUDA graph.
+    if calls and plan.schedule.overlap_moe_expert_parallel_comm:
+        raise OptionError(
+            "--lengths under overlap_moe_expert_parallel_comm: what a forward takes beside the "
+            "backward of a shorter microbatch is not predicted. Leave the lengths out."
+        )
+    ranks = plan.profile.parallelism.context_parallel
+    own = _expected(plan)
+    steps = [(own, _Run(plan.policy, _fewest(plan)))]
+    for number, lengths in enumerate((_padded(plan, each) for each in calls), 1):
+        whole = tuple(ranks * one for one in lengths)
+        of_call = _expected_in_call(plan, own, number, lengths)
+        steps.append((of_call, _Run(plan.policy, len(lengths), whole)))
+    if measured is not None:
+        steps.append(_expected_in_job(plan, measured))
+    expected = [check for of_stages, _ in steps for check in of_stages]
+    checks: list[StageCheck] = []
+
+    def check(run: StageStep) -> None:
+        one = replace(expected[len(checks)], megatron_bytes=run.peak_bytes)
+        if one.lengths and max(one.lengths) <= _cap(plan):
+            one = replace(one, bound_bytes=checks[one.stage].megatron_bytes)
+        checks.append(one)
+        done(one)
+
+    run = functools.partial(_run, job_of(plan), [each for _, each in steps])
+    in_processes(run, range(len(expected)), workers(len(expected)), check)
+    return tuple(checks)
+
+
+def _run(job: Job, steps: Sequence[_Run], number: int) -> StageStep:
+    at, stage = divmod(number, job.size("pipeline"))
+    policy, num_microbatches, lengths = steps[at]
+    return run_stage(job, num_microbatches, policy, stage, lengths)
+
+
+def _expected(plan: Plan) -> list[StageCheck]:
+    """The checks of the plan's own step, without Megatron's peaks."""
+    # The optimizer's bytes are on top of every peak if forwards and backwards are one CUDA graph.
     changed = {} if plan.profile.graph_of_iteration else WITHOUT_OPTIMIZER
-    peaks = _peaks(plan, plan.schedule, **changed)
-    comparable = _peaks(plan, plan.schedule, AT_ONCE, **COMPARABLE)
-    static = [
-        peak.breakdown.static_bytes - kept
-        for peak, kept in zip(comparable, kept_bytes(plan), strict=True)
-    ]
     records = [record for kind in plan.profile.kinds for record in kind.choices]
     allowed = int(any(record.kept_gradient_bytes is None for record in records))
     if plan.schedule.overlap_moe_expert_parallel_comm:
         allowed = BESIDE
-    checks: list[StageCheck] = []
-
-    def check(run: StageStep) -> None:
-        stage = len(checks)
-        static_bytes, without = static[stage], comparable[stage]
-        checks.append(
+    found = []
+    for stage, (whole, peak, kept) in enumerate(
+        zip(
+            _peaks(plan, plan.schedule, **changed),
+            _peaks(plan, plan.schedule, AT_ONCE, **COMPARABLE),
+            _kept_bytes(plan),
+            strict=True,
+        )
+    ):
+        static_bytes = peak.breakdown.static_bytes - kept
+        found.append(
             StageCheck(
                 stage,
-                without.bytes - static_bytes,
-                run.peak_bytes,
-                str(run.peak_span.where),
-                static_bytes + peaks[stage].bytes - without.bytes,
-                plan.budget_bytes[stage],
-                allowed * plan.profile.boundary_bytes,
+                predicted_bytes=peak.bytes - static_bytes,
+                megatron_bytes=0,
+                static_bytes=static_bytes + whole.bytes - peak.bytes,
+                budget_bytes=plan.budget_bytes[stage],
+                allowed_bytes=allowed * plan.profile.boundary_bytes,
                 job_bytes=plan.measured_peak_bytes[stage] if plan.measured_peak_bytes else None,
             )
         )
-        done(checks[-1])
-
-    run_stages_of(plan, _fewest(plan, comparable), check)
-    return tuple(checks)
+    return found
 
 
-def verify_measured(
-    plan: Plan, measured: Plan, done: Callable[[StageCheck], None] = lambda _: None
-) -> tuple[StageCheck, ...]:
-    """Run the step that a job measured (`measured_step`), by the plan's profile, in Megatron's
-    schedule; the job's own peak stands beside.
-
-    Args:
-        plan: its profile predicts, and says how to build the model.
-        measured: the plan file that the job wrote; may be the plan itself.
-        done: called with each stage's check, first stage first.
-
-    Raises: OptionError as `measured_peaks` does, and what `verify` raises.
-    """
-    peaks = measured_peaks(plan, measured)
-    step = measured.profile.measured_step
-    assert step is not None  # measured_peaks has raised otherwise
-    policy = RecomputePolicy.parse(step.recompute_policy, num_layers=plan.profile.num_layers)
-    ran = replace(
-        plan,
-        recompute_policy=tuple(policy.to_config()),
-        schedule=replace(plan.schedule, num_microbatches=step.num_microbatches),
-        measured_peak_bytes=(),
+def _expected_in_call(
+    plan: Plan, own: Sequence[StageCheck], number: int, lengths: Lengths
+) -> list[StageCheck]:
+    """The checks of a call; `own`: those of the plan's own step."""
+    profile = replace(
+        plan.profile,
+        stages=tuple(replace(record, **COMPARABLE) for record in plan.profile.stages),
     )
-    checks: list[StageCheck] = []
-
-    def beside(check: StageCheck) -> None:
-        checks.append(
-            replace(check, iteration=step.iteration, job_bytes=peaks[check.stage]),
+    call = Arrangement(
+        profile,
+        plan.layout,
+        replace(plan.schedule, num_microbatches=len(lengths)),
+        plan.policy,
+        tuple(Microbatch.longest(one) for one in lengths),
+    )
+    found = []
+    for check, kept in zip(own, _kept_bytes(plan), strict=True):
+        static_bytes = stage_base(profile, plan.layout, check.stage).static.total_bytes - kept
+        found.append(
+            replace(
+                check,
+                predicted_bytes=call.stage_peak(check.stage) - static_bytes,
+                step=f"call {number}",
+                job_bytes=None,
+                lengths=lengths,
+            )
         )
-        done(checks[-1])
-
-    verify(ran, beside)
-    return tuple(checks)
+    return found
 
 
-def measured_peaks(plan: Plan, measured: Plan) -> tuple[int, ...]:
-    """The job's own peak on every stage in the step it measured, in bytes.
-
-    Raises: OptionError if the job recorded none, or ran other layers, shapes or stages.
-    """
+def _expected_in_job(plan: Plan, measured: Plan) -> tuple[list[StageCheck], _Run]:
+    """The checks of the step that a job measured, and what it ran."""
     step = measured.profile.measured_step
-    found: list[int | None] = [None] * measured.layout.num_stages
+    peaks: list[list[int | None]] = [[] for _ in measured.layout.stages]
     for rank in step.ranks if step else ():
-        most, here = found[rank.stage], rank.max_memory_allocated_bytes
-        found[rank.stage] = here if most is None or here is None else max(most, here)
-    peaks = tuple(peak for peak in found if peak is not None)
-    if len(peaks) < len(found):
+        peaks[rank.stage].append(rank.max_memory_allocated_bytes)
+    highest = [max(filter(None, of_ranks), default=0) for of_ranks in peaks]
+    if step is None or not all(highest):
         raise OptionError(
             "--measured: the file holds no peak of a job's own step for every stage "
             "(`measured_step` with max_memory_allocated_bytes, which `auto` writes on CUDA)."
@@ -236,10 +268,21 @@ def measured_peaks(plan: Plan, measured: Plan) -> tuple[int, ...]:
                 f"--measured: that job ran other {name}: {theirs}, the plan {ours}. Plan for the "
                 "shapes and the pipeline of the job, or leave --measured out."
             )
-    return peaks
+    policy = RecomputePolicy.parse(step.recompute_policy, num_layers=plan.profile.num_layers)
+    ran = replace(
+        plan,
+        recompute_policy=tuple(policy.to_config()),
+        schedule=replace(plan.schedule, num_microbatches=step.num_microbatches),
+    )
+    name = f"iteration {step.iteration}"
+    checks = [
+        replace(one, step=name, job_bytes=highest[one.stage], budget_bytes=None)
+        for one in _expected(ran)
+    ]
+    return checks, _Run(policy, _fewest(ran))
 
 
-def kept_bytes(plan: Plan) -> list[int]:
+def _kept_bytes(plan: Plan) -> list[int]:
     """Static bytes of every stage that count as activations in a meta step: what layers keep of the
     last microbatch. Only profiles made without a device have this figure."""
     if "job" not in plan.profile.model.facts:
@@ -262,49 +305,20 @@ def _peaks(
     return [stage.peak for stage in cost.stages]
 
 
-def _fewest(plan: Plan, peaks: list[Peak]) -> int:
+def _fewest(plan: Plan) -> int:
     """The least number of microbatches with the predicted peaks of the whole step. After its
     warm-up a stage repeats itself: 256 microbatches show nothing new after 24."""
     schedule = plan.schedule
-    interleaved = schedule.num_chunks > 1
+
+    def peaks(number: int) -> list[int]:
+        shorter = replace(schedule, num_microbatches=number)
+        return [peak.bytes for peak in _peaks(plan, shorter, AT_ONCE, **COMPARABLE)]
+
+    interleaved, whole = schedule.num_chunks > 1, peaks(schedule.num_microbatches)
     number = 2 * schedule.group_size if interleaved else schedule.num_stages + 1
-    while number < schedule.num_microbatches:
-        shorter = _peaks(plan, replace(schedule, num_microbatches=number), AT_ONCE, **COMPARABLE)
-        if [peak.bytes for peak in shorter] == [peak.bytes for peak in peaks]:
-            return number
+    while number < schedule.num_microbatches and peaks(number) != whole:
         number += schedule.group_size if interleaved else 1
-    return schedule.num_microbatches
-
-
-def run_stages_of(
-    plan: Plan,
-    num_microbatches: int,
-    done: Callable[[StageStep], None],
-    calls: Sequence[Lengths] = ((),),
-) -> None:
-    """Run every stage of a plan in Megatron's own schedule, in one call or several.
-
-    Args:
-        plan: its model is built again.
-        num_microbatches: of a call whose microbatches have the plan's length.
-        done: called with each stage's run, first stage first, call by call.
-        calls: tokens of each microbatch on a rank; an empty one: the plan's.
-
-    Raises: as `verify`.
-    """
-    ranks = plan.profile.parallelism.context_parallel  # lengths before it splits them
-    whole = [tuple(ranks * one for one in lengths) for lengths in calls]
-    run = functools.partial(_run, job_of(plan), num_microbatches, whole, plan.policy)
-    numbers = range(len(whole) * plan.layout.num_stages)
-    in_processes(run, numbers, workers(len(numbers)), done)
-
-
-def _run(
-    job: Job, num_microbatches: int, calls: Sequence[Lengths], policy: RecomputePolicy, number: int
-) -> StageStep:
-    call, stage = divmod(number, job.size("pipeline"))
-    lengths = calls[call]
-    return run_stage(job, len(lengths) or num_microbatches, policy, stage, lengths)
+    return min(number, schedule.num_microbatches)
 
 
 def calls_of(plan: Plan) -> tuple[Lengths, ...]:
@@ -320,57 +334,10 @@ def calls_of(plan: Plan) -> tuple[Lengths, ...]:
     return (tuple(sorted(fullest, reverse=True)), *others[:2])
 
 
-def cap_of(plan: Plan) -> int:
+def _cap(plan: Plan) -> int:
     """The tokens of a microbatch on a rank that the plan is for."""
     sizes = plan.profile.parallelism
     return sizes.seq_length * sizes.micro_batch_size // sizes.context_parallel
-
-
-def verify_calls(
-    plan: Plan,
-    calls: Sequence[Lengths],
-    bounds: Sequence[StageCheck],
-    done: Callable[[StageCheck], None] = lambda _: None,
-) -> tuple[StageCheck, ...]:
-    """Run every stage of a plan in calls of mixed lengths.
-
-    The plan is for the longest microbatch, and so bounds every call of shorter ones
-    (docs/decisions/bytes.md). These runs test that bound.
-
-    Args:
-        plan: the plan to check; its profile has lines.
-        calls: lengths, each padded here to what Megatron can divide.
-        bounds: the plan's own checks, every microbatch as long as the plan's.
-        done: called with each stage's check, call after call.
-
-    Raises: ProfileError if the profile holds for one length, and what `verify` raises.
-    """
-    found: list[StageCheck] = []
-    padded = [_padded(plan, lengths) for lengths in calls]
-    predicted = [
-        _predicted_bytes(plan, lengths, stage) for lengths in padded for stage in range(len(bounds))
-    ]
-
-    def check(run: StageStep) -> None:
-        call, stage = divmod(len(found), len(bounds))
-        bound, lengths = bounds[stage], padded[call]
-        found.append(
-            replace(
-                bound,
-                predicted_bytes=predicted[len(found)],
-                megatron_bytes=run.peak_bytes,
-                megatron_moment=str(run.peak_span.where),
-                job_bytes=None,
-                call=call + 1,
-                lengths=lengths,
-                bound_bytes=bound.megatron_bytes if max(lengths) <= cap_of(plan) else None,
-            )
-        )
-        done(found[-1])
-
-    if calls:
-        run_stages_of(plan, 0, check, padded)
-    return tuple(found)
 
 
 def _padded(plan: Plan, lengths: Lengths) -> Lengths:
@@ -386,76 +353,43 @@ def _padded(plan: Plan, lengths: Lengths) -> Lengths:
     return tuple(-(-one // unit) * unit for one in own)
 
 
-def _predicted_bytes(plan: Plan, lengths: Lengths, stage: int) -> int:
-    """Activation peak of a stage, as `StageCheck.predicted_bytes` is of the plan."""
-    profile = replace(
-        plan.profile,
-        stages=tuple(replace(record, **COMPARABLE) for record in plan.profile.stages),
-    )
-    call = Arrangement(
-        profile,
-        plan.layout,
-        replace(plan.schedule, num_microbatches=len(lengths)),
-        plan.policy,
-        tuple(Microbatch.longest(one) for one in lengths),
-    )
-    static = stage_base(profile, plan.layout, stage).static.total_bytes
-    return call.stage_peak(stage) - static + kept_bytes(plan)[stage]
-
-
 def require_verified(checks: Sequence[StageCheck]) -> None:
     """Raise VerificationError for the worst stage that exceeds its budget or differs too much."""
-    over = [check for check in checks if check.iteration is None and not check.fits]
-    apart = [check for check in checks if not check.agrees]
+    over = [(check.total_bytes - (check.budget_bytes or 0), check) for check in checks]
+    over = [(bytes_over, check) for bytes_over, check in over if not check.fits]
     if over:
-        worst = max(over, key=lambda c: c.total_bytes - c.budget_bytes)
+        bytes_over, worst = max(over, key=lambda one: one[0])
         raise VerificationError(
-            f"Stage {worst.stage} needs {gib(worst.total_bytes)} GiB "
-            f"in Megatron's own schedule at its fullest moment, {worst.megatron_moment}; its "
-            f"budget is {gib(worst.budget_bytes)} GiB. Plan again with a smaller budget, or "
-            "measure the profile again."
+            f"Stage {worst.stage} needs {gib(worst.total_bytes)} GiB in Megatron's own schedule; "
+            f"its budget is {gib(worst.total_bytes - bytes_over)} GiB. Plan again with a smaller "
+            "budget, or measure the profile again."
         )
-    if unbound := [check for check in checks if not check.bounded]:
-        worst = unbound[0]
-        assert worst.bound_bytes is not None
-        raise VerificationError(
-            f"Stage {worst.stage}: call {worst.call} has {worst.megatron_bytes / GIB:.3f} GiB of "
-            f"activations, {worst.megatron_moment}; the plan's own step, with no microbatch that "
-            f"is shorter, has {worst.bound_bytes / GIB:.3f} GiB. Report this model."
-        )
+    apart = [check for check in checks if not check.agrees]
     if apart:
-        worst = max(apart, key=lambda c: abs(c.error))
+        worst = max(apart, key=lambda check: (not check.bounded, abs(check.error)))
         raise VerificationError(
-            f"Stage {worst.stage}: {worst.predicted_bytes / GIB:.3f} GiB of activations were "
-            f"predicted, Megatron's own schedule has {worst.megatron_bytes / GIB:.3f} GiB at its "
-            f"fullest moment, {worst.megatron_moment} ({worst.error:+.1%}; at most "
-            f"{TOLERANCE:.1%} is allowed). The profile is not of "
-            "this model or these shapes, or a layer's record is wrong: measure it again."
+            f"Stage {worst.stage}, {worst.step}: {worst.predicted_bytes / GIB:.3f} GiB of "
+            f"activations were predicted, Megatron's own schedule has "
+            f"{worst.megatron_bytes / GIB:.3f} GiB ({worst.error:+.1%}; at most {TOLERANCE:.1%} is "
+            "allowed, and no call may exceed the plan's own peak). The profile is not of this "
+            "model or these shapes, or a layer's record is wrong: measure it again."
         )
 
 
 def verdict(checks: Sequence[StageCheck]) -> str:
-    """One sentence on checks that `require_verified` lets pass; two where a job measured some."""
-    calls = [check for check in checks if check.call is not None]
-    worst = max((c for c in checks if c.call is None), key=lambda check: abs(check.error))
-    own = [check for check in checks if check.iteration is None and check.call is None]
+    """A few sentences on checks that `require_verified` lets pass."""
+    own = [check for check in checks if check.step == "plan"]
+    calls = [check for check in checks if check.lengths]
     stages = "the stage fits" if len(own) == 1 else f"all {len(own)} stages fit"
-    said = (
-        f"Verified: {stages}; Megatron's own peaks are within {abs(worst.error):.2%} of those "
-        "predicted."
-    )
+    worst = max(abs(check.error) for check in checks if not check.lengths)
+    said = f"Verified: {stages}; Megatron's own peaks are within {worst:.2%} of those predicted."
     if calls:
-        errors = [check.error for check in calls]
         bound = "the plan's peak" if all(check.bound_bytes for check in calls) else "its budget"
-        said += (
-            f" No call of mixed lengths exceeds {bound} on a stage; of their peaks, predictions "
-            f"are off by {min(errors):+.2%} to {max(errors):+.2%}."
-        )
-    off = [check.job_error for check in checks if check.job_error is not None]
-    if not off:
-        return said
-    furthest = max(off, key=abs)
-    return f"{said} The job's own peaks differ from these totals by at most {abs(furthest):.2%}."
+        said += f" No call of mixed lengths exceeds {bound} on a stage."
+    off = [abs(check.job_error) for check in checks if check.job_error is not None]
+    if off:
+        said += f" The job's own peaks differ from these totals by at most {max(off):.2%}."
+    return said
 
 
 def job_of(plan: Plan) -> Job:
@@ -523,11 +457,12 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
     """The plan's pipeline (perhaps not the measured one) as fields of Megatron's config."""
     layout, schedule = plan.layout, plan.schedule
     several = layout.num_chunks > 1
+    even = len({*map(len, layout.chunk_layers())}) == 1 and not layout.mtp_num_layers
     fields: dict[str, Any] = {
         **EVEN_SPLIT,
         "pipeline_model_parallel_size": layout.num_stages,
         "virtual_pipeline_model_parallel_size": layout.num_chunks if several else None,
-        "pipeline_model_parallel_layout": None if _is_even(layout) else layout_text(layout),
+        "pipeline_model_parallel_layout": None if even else layout_text(layout),
         "overlap_p2p_comm": several and plan.profile.overlap_p2p_comm,
         "deallocate_pipeline_outputs": plan.profile.deallocate_pipeline_outputs,
         "overlap_moe_expert_parallel_comm": schedule.overlap_moe_expert_parallel_comm,
@@ -539,8 +474,3 @@ def _pipeline_fields(plan: Plan) -> dict[str, Any]:
     if several:
         fields["microbatch_group_size_per_vp_stage"] = schedule.group_size
     return fields
-
-
-def _is_even(layout: Layout) -> bool:
-    sizes = {len(layers) for layers in layout.chunk_layers()}
-    return len(sizes) == 1 and not layout.mtp_num_layers

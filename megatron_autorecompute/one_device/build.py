@@ -1,10 +1,7 @@
 """Builds one rank of a job's model on a device, with one layer of every kind.
 
-Megatron's own modules run here, of the job's true shapes on one rank. All other ranks are those of
-torch's fake process group, which moves no data: a gathered tensor is this rank's part, repeated.
-All other ranks' tokens being copies of this rank's, no routing would be a real one. So routers give
-every expert equally many tokens, whatever their weights say: a token goes to the next top-k experts
-in turn, as in a meta step.
+All other ranks are those of torch's fake process group, so routers give every expert equally many
+tokens, as in a meta step.
 """
 
 from __future__ import annotations

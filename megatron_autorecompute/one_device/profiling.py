@@ -1,8 +1,5 @@
-"""Makes a profile on one device: real kernels of the job's shapes, modelled communication.
-
-One layer of every kind, with embedding and head, runs forward and backward under every choice.
-Their bytes and times are measured as in a job. Static bytes and the time of collectives come from
-the same job on meta tensors.
+"""Makes a profile on one device: real kernels of the job's shapes, measured as in a job; static
+bytes and the time of collectives come from the same job on meta tensors.
 """
 
 from __future__ import annotations
@@ -20,29 +17,28 @@ from megatron_autorecompute.errors import MachineError, ProfileError
 from megatron_autorecompute.meta.devices import Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.meta_step import in_processes_beside, kept_between_steps
-from megatron_autorecompute.meta.model import JobStep, add_main_gradients
+from megatron_autorecompute.meta.model import JobStep, Shard
 from megatron_autorecompute.meta.profiling import (
     Progress,
     every_choice,
     longest_end_ms,
-    own_embedding,
-    parallelism,
+    nothing,
     profile_job,
+    shown,
     stage_parameters,
     stated,
+    static_tensors,
     with_inert,
 )
 from megatron_autorecompute.meta.roofline import Communication
 from megatron_autorecompute.meta.static_bytes import Parameters
-from megatron_autorecompute.one_device import build, default_repeats
-from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
+from megatron_autorecompute.one_device import build
+from megatron_autorecompute.policy import LayerPolicy
 from megatron_autorecompute.profile import (
     MEASURED_ON_ONE_DEVICE,
     ChoiceRecord,
     LayerKind,
-    Model,
     Profile,
-    StaticBytes,
 )
 from megatron_autorecompute.runtime.apply import apply
 from megatron_autorecompute.runtime.fingerprint import kernels
@@ -50,7 +46,13 @@ from megatron_autorecompute.runtime.live_bytes import LiveBytes
 from megatron_autorecompute.runtime.measurement import Measurement
 from megatron_autorecompute.runtime.model_shard import ModelShard, alone
 from megatron_autorecompute.runtime.probe import CudaBytes, Memory
+from megatron_autorecompute.runtime.samples import SAMPLES, TURNS
 from megatron_autorecompute.runtime.step_memory import is_out_of_memory
+
+STEPS = 160
+"""A model of one layer of every kind needs a step for every choice and repeat, and one for each of
+its turns; one takes some 0.1 s to 0.2 s on a GPU. Choices of several modules take none: what they
+take is added up from their modules (`runtime.samples.of_parts`)."""
 
 
 def profile_on_device(
@@ -136,7 +138,7 @@ def measure(job: Job, device: torch.device, repeats: int | None, progress: Progr
     """
     progress(f"{job.name}: building one layer of every kind on {device_name(device)}")
     with _short_of_memory(job, "building the layers"), build.shard(job, device) as built:
-        profile = _measured(job, built.model, len(built.kind_of), device, repeats, progress)
+        profile = _measured(job, built, device, repeats, progress)
         del built
     gc.collect()
     if device.type == "cuda":
@@ -146,25 +148,20 @@ def measure(job: Job, device: torch.device, repeats: int | None, progress: Progr
 
 def _measured(
     job: Job,
-    model: torch.nn.Module,
-    depth: int,
+    built: Shard,
     device: torch.device,
     repeats: int | None,
     progress: Progress,
 ) -> Profile:
-    step = JobStep(job, device)
-    own = own_embedding(job, model) if job.size("pipeline") > 1 else []
-    parameters = [*model.parameters(), *own]
-    gradients = add_main_gradients(parameters, dummies=job.fuses_weight_gradients)
-    static = [*parameters, *gradients, *model.buffers(), *step.static]
+    step, model = JobStep(job, device), built.model
+    static, gradients = static_tensors(job, model, step, dummies=job.fuses_weight_gradients)
     on_cuda = device.type == "cuda"
-    nothing = RecomputePolicy((NONE,) * (depth + job.mtp_num_layers))
 
     def run() -> None:
         loss: Any = step(None, model)[0].float().mean()
         loss.backward()
 
-    with apply(nothing, model, groups=()) as applied:
+    with apply(nothing(job, built), model, groups=()) as applied:
         whole = ModelShard([model], all_gather=alone, choices_of=every_choice)
         measurement = Measurement(whole, applied, timed=_alone)
         repeats = repeats or default_repeats(
@@ -197,15 +194,12 @@ def _measured(
                 bytes_read(live)
         for number, timed in enumerate(measurement.turns(microbatches=1, samples=repeats)):
             watched("times", number, measurement.watch(None, times=timed))
-        if unseen := measurement.unseen():
-            names = ", ".join(f"{choice} ({kind.name})" for choice, kind in unseen)
-            raise ProfileError(
-                f"{job.name}: the steps on {device_name(device)} showed nothing of {names}. "
-                "Measure this model in the job, by auto, or report the config."
-            )
-        return measurement.profile(
-            Model(job.name, depth, job.mtp_num_layers), parallelism(job), StaticBytes()
-        )
+        return shown(job, built, measurement)
+
+
+def default_repeats(choices: int) -> int:
+    """Repeats for a model whose layers have at most so many choices that are timed."""
+    return max(TURNS, min(SAMPLES, STEPS // choices - TURNS))
 
 
 def _alone(choice: LayerPolicy) -> bool:

@@ -10,15 +10,11 @@ from typing import Any, Literal
 import torch
 
 from megatron_autorecompute.meta.fake_ranks import StepShape
-from megatron_autorecompute.meta.meta_step import (
-    StageStep,
-    StepSpan,
-    Where,
-)
 from testing.meta_stages import stage_step
+from testing.recorded_steps import RecordedStep, StepSpan, Where
 
 
-def events(step: StageStep) -> list[StepSpan]:
+def events(step: RecordedStep) -> list[StepSpan]:
     """The forwards and backwards in order, with one span for all layers of each."""
     merged: list[StepSpan] = []
     for span in step.spans:

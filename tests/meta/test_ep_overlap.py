@@ -6,12 +6,14 @@ import pytest
 
 from benchmarks.measured.stage_need import own_need
 from megatron_autorecompute.errors import PolicyError
-from megatron_autorecompute.meta.model import run_stage
+from megatron_autorecompute.meta.model import add_main_gradients, built_stage
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.verify import require_verified, verify
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.runtime.apply import apply
+from testing.recorded_steps import recorded_step
 from tests.meta.test_no_device import H100, HEADS, MOE, SEQUENCE, job
 
 LAYERS = 4
@@ -36,7 +38,10 @@ def moe_job(**fields):
 
 def run(policy, **fields):
     layers = RecomputePolicy.parse(policy, num_layers=LAYERS)
-    return run_stage(moe_job(**fields), 4, layers, 0)
+    asked = moe_job(**fields)
+    with built_stage(asked, 4, 0) as (models, shape, step), apply(layers, models):
+        add_main_gradients((p for m in models for p in m.parameters()), dummies=asked.makes_dummies)
+        return recorded_step(models, shape, step)
 
 
 @pytest.mark.any_version

@@ -120,10 +120,10 @@ def _megatron_runs_calls_as_predicted(profile, tmp_path, capsys):
     printed = capsys.readouterr()
     assert "its budget is" in printed.err  # 4096 tokens are four times what the plan is for
     rows = json.loads(printed.out)
-    assert [(row["call"], row["stage"]) for row in rows] == [
-        *((None, 0), (None, 1)),
-        *((1, 0), (1, 1)),
-        *((2, 0), (2, 1)),
+    assert [(row["step"], row["stage"]) for row in rows] == [
+        *(("plan", 0), ("plan", 1)),
+        *(("call 1", 0), ("call 1", 1)),
+        *(("call 2", 0), ("call 2", 1)),
     ]
     assert rows[2]["lengths"] == [256, 512, 512, 640]
     for row, own in zip(rows[2:4], rows[:2], strict=True):
@@ -137,13 +137,13 @@ def _megatron_runs_calls_as_predicted(profile, tmp_path, capsys):
 
 
 def test_a_call_above_its_bound_or_its_prediction_is_an_error():
-    sizes = {"static_bytes": 0, "budget_bytes": 2000, "call": 1, "lengths": (3, 1)}
-    require_verified([StageCheck(0, 1100, 1000, "", bound_bytes=1000, **sizes)])
+    sizes = {"static_bytes": 0, "budget_bytes": 2000, "step": "call 1", "lengths": (3, 1)}
+    require_verified([StageCheck(0, 1100, 1000, bound_bytes=1000, **sizes)])
     for predicted, bound, says in (
-        (1100, 999, "own step, with no microbatch"),
+        (1100, 999, "exceed the plan's own peak"),
         (990, 1000, "-1.0%"),
     ):
-        check = StageCheck(0, predicted, 1000, "", bound_bytes=bound, **sizes)
+        check = StageCheck(0, predicted, 1000, bound_bytes=bound, **sizes)
         with pytest.raises(VerificationError, match=says):
             require_verified([check])
 

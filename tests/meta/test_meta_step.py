@@ -16,17 +16,16 @@ from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta import without_cuda
 from megatron_autorecompute.meta.fake_ranks import StepShape
 from megatron_autorecompute.meta.meta_step import (
-    StageStep,
     build_chunks,
     build_gpt,
     in_processes,
-    trace_step,
 )
 from megatron_autorecompute.meta.model import refusals
 from megatron_autorecompute.planner.cost.schedule import Event, Schedule
 from megatron_autorecompute.policy import RecomputePolicy
 from testing.meta_stages import TokenStep, stage_step
 from testing.ranks import fresh_processes, run_ranks
+from testing.recorded_steps import RecordedStep, recorded_step
 from tests.meta.boundary_tensors import boundary_tensors, events
 from tests.support import start_parallel, tiny_config
 
@@ -71,7 +70,7 @@ def after_gloo_let_go(function):
     return wrapper
 
 
-def real_stage(kind: str, fields: dict, policy: str | None) -> StageStep:
+def real_stage(kind: str, fields: dict, policy: str | None) -> RecordedStep:
     from megatron.core.pipeline_parallel import schedules
 
     from megatron_autorecompute.runtime.apply import apply
@@ -82,9 +81,9 @@ def real_stage(kind: str, fields: dict, policy: str | None) -> StageStep:
     shape, config = shape_of(fields), small_config(kind, fields)
     models = build_chunks(config, shape, build_gpt, torch.device("cpu"))
     if policy is None:
-        return trace_step(models, shape, TokenStep(shape, torch.device("cpu")))
+        return recorded_step(models, shape, TokenStep(shape, torch.device("cpu")))
     with apply(parse(policy), models):
-        return trace_step(models, shape, TokenStep(shape, torch.device("cpu")))
+        return recorded_step(models, shape, TokenStep(shape, torch.device("cpu")))
 
 
 def shape_of(fields: dict) -> StepShape:
@@ -95,7 +94,7 @@ def shape_of(fields: dict) -> StepShape:
     return SHAPE if chunks else dataclasses.replace(SHAPE, num_microbatches=3)
 
 
-def meta_stages(kind: str, fields: dict, policy: str | None) -> list[StageStep]:
+def meta_stages(kind: str, fields: dict, policy: str | None) -> list[RecordedStep]:
     config = small_config(kind, fields)
     stages = range(config.pipeline_model_parallel_size)
     shape = shape_of(fields)
@@ -199,7 +198,7 @@ def test_layernorm_statistics_are_all_that_meta_counts_more_than_cpu(fresh_proce
 TEN_LAYERS_BYTES = 10 * 2048 * 8192 / 8 * (34 + 5 * 64 * 2048 / 8192)
 
 
-def large_stage(stage: int, chunks: int | None, text: str) -> StageStep:
+def large_stage(stage: int, chunks: int | None, text: str) -> RecordedStep:
     config = tiny_config(
         bf16=True,
         num_layers=80,
@@ -275,7 +274,7 @@ def test_stages_in_processes_of_their_own_give_the_same(fresh_process):
     assert list(in_processes(one_stage, [1, 0])) == both_stages[::-1]
 
 
-def one_stage(stage: int) -> StageStep:
+def one_stage(stage: int) -> RecordedStep:
     return stage_step(small_config("dense", PP2), stage, shape_of(PP2))
 
 

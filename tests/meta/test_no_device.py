@@ -21,12 +21,11 @@ from megatron_autorecompute.errors import (
     ProfileError,
     VerificationError,
 )
-from megatron_autorecompute.meta.devices import SHARES, Efficiency, device
+from megatron_autorecompute.meta.devices import Efficiency, device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.measured_records import with_measured
 from megatron_autorecompute.meta.profiling import profile_job
 from megatron_autorecompute.meta.recipe import job_from_recipe
-from megatron_autorecompute.meta.sensitivity import sensitivity
 from megatron_autorecompute.meta.verify import TOLERANCE, require_verified, verify
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.plan import Plan, make_plan
@@ -506,18 +505,6 @@ def test_tensor_parallelism_pays_for_its_communication():
     moved = 4 * 2 * UNIT / 2
     expected_ms = moved / H100.reaches.link * (1 / 1e6 - 1 / H100.link_bytes) * 1e3
     assert slowed - fast == pytest.approx(expected_ms, rel=1e-6)
-
-
-@pytest.mark.any_version
-def test_sensitivity_moves_every_share_both_ways():
-    asked = job({"pipeline_model_parallel_size": 2})
-    problem = Problem(profile_job(asked, H100), asked.layout(), asked.schedule())
-    lean = max(choice.peak_bytes for choice in problem.stages.leanest)
-    fast = max(choice.peak_bytes for choice in problem.stages.fastest)
-    lines = sensitivity(asked, H100, H100.reaches, (lean + fast) // 2)
-    assert len(lines) == 2 * len(SHARES)
-    assert lines[0].startswith("gemm share x 0.8: ")
-    assert all("keeping the plan costs" in line for line in lines)
 
 
 # ----------------------------------------------------------------------------- measured records

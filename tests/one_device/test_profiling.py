@@ -20,7 +20,7 @@ from megatron_autorecompute.compat import model_facts
 from megatron_autorecompute.meta.devices import device
 from megatron_autorecompute.meta.job import job_from
 from megatron_autorecompute.meta.profiling import longest_end_ms, replace_mtp, stage_parameters
-from megatron_autorecompute.one_device import STEPS, build, profiling
+from megatron_autorecompute.one_device import build, profiling
 from megatron_autorecompute.one_device.profiling import least_runs, measure
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import LayerPolicy
@@ -313,5 +313,5 @@ def test_deepseek_v3_is_measured_in_few_steps_and_no_choice_is_left_out():
     asked = [len(kind.choices) + len(kind.inert) for kind in found.kinds]
     count = {what: sum(f": {what}, step" in each for each in said) for what in ("bytes", "times")}
     assert max(asked) == count["bytes"] > 30
-    assert count["times"] <= STEPS < TURNS * SAMPLES * max(asked) / 3
+    assert count["times"] <= profiling.STEPS < TURNS * SAMPLES * max(asked) / 3
     assert least_runs(found.kinds) >= 9

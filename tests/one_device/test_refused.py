@@ -41,7 +41,7 @@ def test_a_job_that_the_device_cannot_run_is_no_other_job(changed, code, said, t
     [
         (["--device", "cuda"], 7, "torch finds no CUDA device"),
         (["--device", "cpu"], 9, "Add --gpu NAME"),
-        (["--device", "cpu", "--gpu", "h100", "--sensitivity"], 2, "arguments: --sensitivity"),
+        (["--device", "cpu", "--gpu", "h100", "--offload", "mlp"], 2, "arguments: --offload"),
         ([], 2, "the following arguments are required: --device"),
     ],
 )

@@ -14,14 +14,6 @@ FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-nu
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 TEXT = "--pipeline-model-parallel-layout"
 PATTERN = "--hybrid-layer-pattern"
-FIELDS = {
-    FIRST: "num_layers_in_first_pipeline_stage",
-    LAST: "num_layers_in_last_pipeline_stage",
-    CHUNKS: "virtual_pipeline_model_parallel_size",
-    TEXT: "pipeline_model_parallel_layout",
-    PATTERN: "hybrid_layer_pattern",
-}
-"""Fields of Megatron's config that these flags set."""
 
 
 def layers_per_stage(layout: Layout) -> list[int]:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from megatron_autorecompute.errors import InfeasibleError, PipelineError, PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import (
-    FIELDS,
     layers_per_stage,
     layout_flags,
     uneven_layout,
@@ -44,8 +43,6 @@ class Change:
     text: str
     step_ms: float
     """Predicted time of the step with it."""
-    settings: Mapping[str, object] = field(default_factory=dict)
-    """The job's or Megatron's settings that make it, by name; none for another choice."""
 
 
 def cheapest_changes(problem: Problem, most: int = 3) -> tuple[Change, ...]:
@@ -60,17 +57,17 @@ def cheapest_changes(problem: Problem, most: int = 3) -> tuple[Change, ...]:
     found: list[Change] = []
     for proposal in (_smaller_micro_batch, _full_recompute, _other_layout, _more_stages):
         try:
-            for text, changed, settings in proposal(problem):
+            for text, changed in proposal(problem):
                 if solution := try_solve(changed):
-                    found.append(Change(text, solution.cost.step_ms, settings))
+                    found.append(Change(text, solution.cost.step_ms))
                     break
         except (InfeasibleError, PipelineError, ProfileError, PolicyError):
             continue  # this change does not fit, or the profile does not say
     return tuple(sorted(found, key=lambda change: change.step_ms)[:most])
 
 
-Proposals = Iterator[tuple[str, Problem, Mapping[str, object]]]
-"""What changes, the problem with it, and the settings that make it; the first that fits counts."""
+Proposals = Iterator[tuple[str, Problem]]
+"""What changes, and the problem with it; the first that fits counts."""
 
 
 def _smaller_micro_batch(problem: Problem) -> Proposals:
@@ -79,14 +76,13 @@ def _smaller_micro_batch(problem: Problem) -> Proposals:
         profile = replace(_scaled(problem.profile, smaller / size), measured_step=None)
         schedule = _repeated(problem.schedule, size // smaller)
         text = f"micro-batch size {smaller} instead of {size} (scaled, not measured)"
-        changed = replace(problem, profile=profile, schedule=schedule)
-        yield text, changed, {"micro_batch_size": smaller}
+        yield text, replace(problem, profile=profile, schedule=schedule)
 
 
 def _full_recompute(problem: Problem) -> Proposals:
     if FULL not in (problem.only.choices or {FULL}):
         allowed = *(problem.allowed or ()), str(FULL)
-        yield "full recompute as a choice", replace(problem, allowed=allowed), {}
+        yield "full recompute as a choice", replace(problem, allowed=allowed)
 
 
 def _other_layout(problem: Problem) -> Proposals:
@@ -97,8 +93,7 @@ def _other_layout(problem: Problem) -> Proposals:
     for layout in _nearest(problem.layout):
         flags = layout_flags(layout, pattern_of_job(model.facts))
         text = " ".join(f"{name} {value}" for name, value in flags.items())
-        settings = {FIELDS[name]: value for name, value in flags.items()}
-        yield f"another layout: {text}", replace(problem, layout=layout), settings
+        yield f"another layout: {text}", replace(problem, layout=layout)
 
 
 def _nearest(asked: Layout) -> Iterator[Layout]:
@@ -123,7 +118,7 @@ def _more_stages(problem: Problem) -> Proposals:
     wider = Layout.from_flags(
         model.num_layers, stages, problem.layout.num_chunks, mtp_num_layers=model.mtp_num_layers
     )
-    times, where, gpus = _twice_the_ranks(problem)
+    times, where = _twice_the_ranks(problem)
     moved = replace(
         problem,
         profile=_with_state(problem.profile, times),
@@ -133,21 +128,19 @@ def _more_stages(problem: Problem) -> Proposals:
         ),
         budget=max(problem.budgets),
     )
-    text = f"{stages} pipeline stages instead of {stages // 2}{where}"
-    yield text, moved, {"pipeline_model_parallel_size": stages, **gpus}
+    yield f"{stages} pipeline stages instead of {stages // 2}{where}", moved
 
 
-def _twice_the_ranks(problem: Problem) -> tuple[int, str, Mapping[str, object]]:
+def _twice_the_ranks(problem: Problem) -> tuple[int, str]:
     """The factor on the microbatches of a data-parallel rank where twice as many ranks hold the
-    model, on which GPUs, and the setting for these: the same ones if the model is there an even
-    number of times."""
+    model, and on which GPUs: the same ones if the model is there an even number of times."""
     shape, num_gpus = problem.profile.parallelism, problem.profile.num_gpus
     experts = shape.expert_parallel * shape.expert_tensor_parallel
     dense = shape.tensor_parallel * shape.context_parallel
     holders = math.lcm(dense, experts) * problem.layout.num_stages
     if num_gpus is not None and num_gpus % (2 * holders) == 0:
-        return 2, " on the same GPUs", {}
-    return 1, " on twice the GPUs", {} if num_gpus is None else {"num_gpus": 2 * num_gpus}
+        return 2, " on the same GPUs"
+    return 1, " on twice the GPUs"
 
 
 def _repeated(schedule: Schedule, times: int) -> Schedule:
@@ -187,19 +180,11 @@ def _scaled(found: Any, factor: float) -> Any:
     return replace(found, **changed)
 
 
-def explained(
-    error: InfeasibleError,
-    problem: Problem,
-    command: Callable[[Change], str | None] = lambda _: None,
-) -> InfeasibleError:
-    """The error, with changes that would make the plan fit added to its message, and below each the
-    command that plans it, if `command` knows one."""
+def explained(error: InfeasibleError, problem: Problem) -> InfeasibleError:
+    """The error, with changes that would make the plan fit added to its message."""
     changes = cheapest_changes(problem)
     if not changes:
         return InfeasibleError(f"{error} No change this program knows would make it fit.")
     lines = [f"{error} Each of these alone would fit:"]
-    for change in changes:
-        lines.append(f"  - {change.text}: {change.step_ms:.0f} ms a step")
-        if (typed := command(change)) is not None:
-            lines.append(f"    {typed}")
+    lines += [f"  - {change.text}: {change.step_ms:.0f} ms a step" for change in changes]
     return InfeasibleError("\n".join(lines))
