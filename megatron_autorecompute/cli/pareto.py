@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from rich.text import Text
 
 from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import MOST_POINTS, Command, at_least, picture
-from megatron_autorecompute.cli.output import check_output, print_result, shown_progress
+from megatron_autorecompute.cli.output import add_json, check_output, print_result, shown_progress
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
@@ -50,9 +48,7 @@ class ParetoCommand(Command):
             metavar="FILE",
             help="also draw the curve and Megatron's own settings; the name says PNG or SVG",
         )
-        form = parser.add_mutually_exclusive_group()
-        form.add_argument("--json", action="store_true", help="print all as JSON, not a table")
-        form.add_argument("--csv", action="store_true", help="print all as CSV, not a table")
+        add_json(parser)
 
     def run(self, args: Namespace) -> None:
         """Print the curve, and draw it if asked; raises as `check_output`."""
@@ -67,16 +63,13 @@ class ParetoCommand(Command):
         # None where nothing offloads, or some layers must.
         without = without_offload(problem) if may_offload(problem) else None
         apart = [] if without is None else list(pareto(without, args.points))
-        if args.csv:
-            print(as_csv(points, strategies), end="")
-        else:
-            percentile = problem.imbalance_percentile
-            said = [*asked.notes, *terminal.imbalance_lines(problem.profile, percentile)]
-            parts: list[RenderableType] = [terminal.curve_view(points, strategies)]
-            if apart:
-                parts += [Text("Without offload:"), terminal.curve_view(apart, ())]
-            view = Group(*parts, *map(Text, said))
-            print_result(args, as_json(points, strategies, apart), view)
+        percentile = problem.imbalance_percentile
+        said = [*asked.notes, *terminal.imbalance_lines(problem.profile, percentile)]
+        parts: list[RenderableType] = [terminal.curve_view(points, strategies)]
+        if apart:
+            parts += [Text("Without offload:"), terminal.curve_view(apart, ())]
+        view = Group(*parts, *map(Text, said))
+        print_result(args, as_json(points, strategies, apart), view)
         if args.plot:
             from megatron_autorecompute.report.chart import curve_chart  # loads matplotlib
             from megatron_autorecompute.report.figures import save_picture
@@ -99,15 +92,3 @@ def as_json(
     if without_offload:
         data["points_without_offload"] = [asdict(p) for p in without_offload]
     return json.dumps(data, indent=1)
-
-
-def as_csv(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> str:
-    """The curve and Megatron's own settings as CSV; a setting of Megatron's has no budget."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["budget_bytes", "step_ms", "peak_high_bytes", "recompute_policy"])
-    rows.writerows(
-        [p.budget_bytes, p.step_ms, p.peak_high_bytes, p.recompute_policy] for p in points
-    )
-    rows.writerows(["", s.step_ms, s.peak_high_bytes, s.name] for s in strategies)
-    return text.getvalue()

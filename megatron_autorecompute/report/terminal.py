@@ -372,7 +372,7 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
     )
     left_out = (
         f"{len(ours)} of {len(points)} budgets, {len(theirs)} of {len(strategies)} settings of "
-        "Megatron's own; --json and --csv print all, with whole policies. plan may find a shorter "
+        "Megatron's own; --json prints all, with whole policies. plan may find a shorter "
         "step at a budget."
     )
     return Group(rows(columns, sorted(shown, key=lambda row: -row[0])), Text(left_out))

@@ -1,5 +1,4 @@
 import contextlib
-import csv
 import io
 import json
 import os
@@ -194,7 +193,7 @@ CURVE_OF_COMMAND = "megatron_autorecompute.cli.pareto.best_points"
 
 @pytest.fixture(scope="module")
 def curve():
-    """What pareto prints as a table, as JSON and as CSV, of one curve."""
+    """What pareto prints as a table and as JSON, of one curve."""
     printed, points = [], []
 
     def once(*args, **options):
@@ -204,15 +203,15 @@ def curve():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CURVE_OF_COMMAND, once)
-        for form in ([], ["--json"], ["--csv"]):
+        for form in ([], ["--json"]):
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 assert main([*PARETO, *form]) == 0
             printed.append(out.getvalue())
-    return printed[0], json.loads(printed[1]), list(csv.DictReader(io.StringIO(printed[2])))
+    return printed[0], json.loads(printed[1])
 
 
 def test_pareto_as_json_has_every_budget_and_every_setting_of_megatrons(curve):
-    _, data, _ = curve
+    _, data = curve
     points = data["points"]
     assert len(points) >= 20
     for own in data["strategies"]:  # no setting of Megatron's beats the curve in the same bytes
@@ -226,16 +225,8 @@ def test_pareto_as_json_has_every_budget_and_every_setting_of_megatrons(curve):
         RecomputePolicy.parse(point["recompute_policy"], num_layers=80)
 
 
-def test_pareto_as_csv_says_what_its_json_says(curve):
-    _, data, rows = curve
-    own = [row for row in rows if not row["budget_bytes"]]
-    plans = [row for row in rows if row["budget_bytes"]]
-    assert [{k: str(v) for k, v in point.items()} for point in data["points"]] == plans
-    assert [row["recompute_policy"] for row in own] == [s["name"] for s in data["strategies"]]
-
-
 def test_pareto_fits_a_screen_and_has_megatrons_settings_among_its_plans(curve):
-    table, data, _ = curve
+    table, data = curve
     lines = [line for line in table.splitlines() if "--json" not in line]
     assert len(lines) <= 14
     rows = [
@@ -264,12 +255,6 @@ def test_pareto_fits_a_screen_and_has_megatrons_settings_among_its_plans(curve):
 )
 def test_a_shortened_policy_counts_layers(policy, said):
     assert shortened(policy) == said
-
-
-def test_pareto_prints_json_or_csv_but_not_both(capsys):
-    with pytest.raises(SystemExit):
-        main([*PARETO, "--json", "--csv"])
-    assert "not allowed with" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])

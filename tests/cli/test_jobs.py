@@ -145,10 +145,10 @@ def test_help_lists_every_gpu_and_every_example(verb, capsys):
 
 
 def test_pareto_takes_a_job_as_plan_does(capsys):
-    assert main(["pareto", *ASKED[1:], "--points", "1", "--csv"]) == 0
+    assert main(["pareto", *ASKED[1:], "--points", "1", "--json"]) == 0
     of_job = capsys.readouterr().out
     carried = str(EXAMPLES / "llama3-70b.h100-80gb.json")
-    assert main(["pareto", "--profile", carried, "--points", "1", "--csv"]) == 0
+    assert main(["pareto", "--profile", carried, "--points", "1", "--json"]) == 0
     assert capsys.readouterr().out == of_job
 
 
