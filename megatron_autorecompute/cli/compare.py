@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.cli.output import console
 
@@ -21,5 +20,5 @@ class CompareCommand(Command):
         from megatron_autorecompute.compare.run import FILES, PAGE, compare
 
         folder = compare(args.flags, console(), "megatron-autorecompute compare")
-        print(streams.printable(f"Written: {folder}/{', '.join(FILES)}"))
-        print(streams.printable(f"Our plan as a page to open in a browser: {folder}/{PAGE}"))
+        print(f"Written: {folder}/{', '.join(FILES)}")
+        print(f"Our plan as a page to open in a browser: {folder}/{PAGE}")

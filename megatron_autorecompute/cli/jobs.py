@@ -9,7 +9,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command, at_least
 from megatron_autorecompute.cli.output import without_effect
 from megatron_autorecompute.errors import AutorecomputeError, OptionError
@@ -229,7 +228,7 @@ def as_typed(args: Namespace, more: Sequence[str]) -> str:
     cut = words.index("--") if "--" in words else len(words)
     flags = {word for word in more if word.startswith("--")} - {"--set"}
     whole = ["megatron-autorecompute", *_without(flags, words[:cut]), *more, *words[cut:]]
-    return streams.printable(shlex.join(whole))
+    return shlex.join(whole)
 
 
 def _without(flags: Container[str], words: Iterable[str]) -> Iterator[str]:

@@ -16,7 +16,6 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from megatron_autorecompute import json_records
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import file
 from megatron_autorecompute.cli.throughput import throughput_words
 from megatron_autorecompute.errors import OptionError
@@ -60,8 +59,7 @@ def print_result(args: Namespace, data: str, view: RenderableType) -> None:
     if args.json:
         print(data.rstrip("\n"))
     else:
-        # Names in a file move no cursor.
-        console().print(streams.Printable(view))
+        console().print(view)
 
 
 def output_file(args: Namespace) -> Path | None:
@@ -73,7 +71,7 @@ def output_file(args: Namespace) -> Path | None:
     """
     if args.output is None:
         return None
-    if streams.is_standard_output(args.output):
+    if str(args.output) == "-":
         args.json = True
         return None
     check_output(args, args.output)
@@ -95,11 +93,10 @@ def print_plan(args: Namespace, plan: Plan, beside: Mapping[str, Any] | None = N
     print_result(args, plan.to_json(beside), view)
     if not args.json:
         for line in lines:
-            text = streams.printable(line)
             if line.startswith(("--", "'--", "cfg.")):
-                print(text)  # not through rich: a wrapped line cannot be pasted
+                print(line)  # not through rich: a wrapped line cannot be pasted
             else:
-                console().print(text, markup=False)
+                console().print(line)
 
 
 def progress_bars() -> Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +12,6 @@ from functools import partial
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import MOST_POINTS, Command, at_least, picture
 from megatron_autorecompute.cli.output import add_json, check_output, print_result, shown_progress
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
@@ -77,7 +77,7 @@ class ParetoCommand(Command):
             curve = Curve(problem.profile.model.name, points, strategies)
             about = "the best policy for every budget (line), Megatron's own settings (points)"
             save_picture(curve_chart(curve, f"{curve.title}: {about}"), args.plot)
-            streams.say(f"Drawn: {args.plot}.")
+            print(f"Drawn: {args.plot}.", file=sys.stderr)
 
 
 def as_json(

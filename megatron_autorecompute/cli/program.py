@@ -8,14 +8,15 @@ codes: 0 done, 2 wrong usage (argparse) or policy, otherwise the `exit_code` of 
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import NoReturn
+from contextlib import suppress
+from typing import Any, NoReturn
 
 from megatron_autorecompute import __version__
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.errors import AutorecomputeError, MachineError
 from megatron_autorecompute.options import Parser, nearest
@@ -44,23 +45,44 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    streams.prepare()
+    for stream in _open_streams():
+        with suppress(AttributeError):  # not a file's stream
+            stream.reconfigure(errors="backslashreplace")
     name = PROGRAM
     try:
         args = _parsed(sys.argv[1:] if arguments is None else arguments)
         name = f"{PROGRAM} {args.verb}"
         _run(args)
     except AutorecomputeError as error:
-        streams.say(f"{name}: {error}")
+        _say(f"{name}: {error}")
         return error.exit_code
     except BrokenPipeError:  # the reader has seen enough
         return 1
     except KeyboardInterrupt as interrupt:
-        streams.say(": ".join(filter(None, (f"{name}: interrupted", str(interrupt)))))
+        _say(": ".join(filter(None, (f"{name}: interrupted", str(interrupt)))))
         return 130
     finally:
-        streams.give_up()
+        _give_up()
     return 0
+
+
+def _open_streams() -> list[Any]:
+    """Standard output and error, without those that are closed, as by >&-."""
+    return [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _give_up() -> None:
+    """Forget what the streams cannot take: the interpreter flushes them once more at its end."""
+    for stream in _open_streams():
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
@@ -89,16 +111,9 @@ def _refuse(parser: ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     parser.error(said)
 
 
-class _Parser(Parser):
-    """Prints what was given on the command line without what a terminal would obey."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(streams.printable(message))
-
-
 def parser(name: str | None) -> ArgumentParser:
     """All commands, and the flags of one; `command` of what it parses is the Command."""
-    top = _Parser(
+    top = Parser(
         prog=PROGRAM,
         description="Per-layer activation recompute for Megatron-Core, measured and solved.",
     )
@@ -128,7 +143,7 @@ def _run(args: Namespace) -> None:
     try:
         with needed(args.verb):
             args.command.run(args)
-        sys.stdout.flush()  # write errors show here, not when the interpreter ends
+        print(end="", flush=True)  # write errors show here, not when the interpreter ends
     except BrokenPipeError:
         raise
     except OSError as error:

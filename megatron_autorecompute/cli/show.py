@@ -5,12 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from megatron_autorecompute import json_records
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command, at_least, file
 from megatron_autorecompute.cli.output import (
     add_json,
@@ -59,7 +59,8 @@ class ShowCommand(Command):
         Raises ProfileError if the file is neither plan nor profile or the picture cannot be
         written, OptionError for a picture that would replace it, and for a picture of a profile.
         """
-        if args.svg and not streams.is_standard_output(args.svg):
+        alone = str(args.svg) == "-"
+        if args.svg and not alone:
             check_output(args, args.svg)
         text = json_records.read(args.plan, Plan.__name__)
         if json_records.has_fields(text, "kinds", "parallelism"):
@@ -73,14 +74,13 @@ class ShowCommand(Command):
             from megatron_autorecompute.report.strip import strip_svg  # loads matplotlib
 
             picture = strip_svg(plan)
-            if streams.is_standard_output(args.svg):
+            if alone:
                 if args.json:
-                    alone = "the picture is printed alone"
-                    raise without_effect("--json", f"--svg {args.svg}", alone)
-                streams.write(picture)
+                    raise without_effect("--json", "--svg -", "the picture is printed alone")
+                print(picture)
                 return
             write_atomically(picture, args.svg)
-            streams.say(f"Drawn: {args.svg}")
+            print(f"Drawn: {args.svg}", file=sys.stderr)
         print_plan(args, plan)
 
 
@@ -165,10 +165,10 @@ class ReportCommand(Command):
             data = replace(report_data(plan, progress), recorded=recorded)
         page = html(replace(data, speed=throughput_words(plan)))
         if output is None:
-            streams.write(page)
+            print(page)
             return
         write_atomically(page, output)
-        print(streams.printable(f"Written: {output}. Open it in a browser; it needs no network."))
+        print(f"Written: {output}. Open it in a browser; it needs no network.")
 
 
 class TraceCommand(Command):
@@ -193,9 +193,8 @@ class TraceCommand(Command):
         output, plan = output_file(args), Plan.load(args.plan)
         text = trace_json(plan)
         if output is None:
-            streams.write(text)
+            print(text)
             return
         compressed = output.suffix == ".gz"
         write_atomically(gzip.compress(text.encode(), mtime=0) if compressed else text, output)
-        said = f"Written: {output}. Open it in https://ui.perfetto.dev or chrome://tracing."
-        print(streams.printable(said))
+        print(f"Written: {output}. Open it in https://ui.perfetto.dev or chrome://tracing.")

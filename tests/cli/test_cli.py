@@ -280,7 +280,7 @@ def test_pareto_shows_how_far_it_is_on_a_terminal_only():
     terminal, end = pty.openpty()
     ran = subprocess.run([*COMMAND, *words], stdout=subprocess.PIPE, stderr=end, check=True)
     os.close(end)
-    assert b"Budgets" in os.read(terminal, 1 << 16)
+    assert b"Megatron's own settings" in os.read(terminal, 1 << 16)
     os.close(terminal)
     quiet = subprocess.run([*COMMAND, *words], capture_output=True, check=True)
     assert (quiet.stdout, quiet.stderr) == (ran.stdout, b"")
