@@ -7,6 +7,7 @@ refused before any of it is made, so reading runs no code from the file. torch i
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,44 +22,24 @@ ROUNDING_BYTES = 512
 RECORD = "torch.cuda.memory._record_memory_history() before the step"
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """One call on the stack of an allocation."""
-
-    name: str
-    """The function."""
-    filename: str
-    """The function's file, as torch recorded it."""
-    line: int
-    """The line that was running."""
-
-
-Frames = tuple[Frame, ...]
-"""The calls of a stack, innermost first. It is empty if torch recorded none."""
+BACKWARD_CALLS = {"backward", "backward_step", "_engine_run_backward"}
+OPTIMIZERS = {"optim", "optimizer", "optimizers"}
+"""Folders of torch's, Megatron's, Apex's and Transformer Engine's optimizers."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a device allocated and freed. Arrays have one entry for each such event, in order."""
+    """What a device allocated and freed, an entry for each such event, in order."""
 
     source: str
     """The file that was read."""
     time_us: NDArray[np.int64]
     """The time of each event, in microseconds of the machine's clock."""
-    change_bytes: NDArray[np.int64]
-    """Bytes that each event adds, rounded as torch rounds; negative where bytes are freed."""
-    start_bytes: int
-    """Bytes allocated before the first event."""
-    freed_at: NDArray[np.intp]
-    """The event that frees an allocation, or the number of events if it is alive at the end. A free
-    has its own number."""
-    frames: tuple[Frames, ...]
-    """The stack of an allocation, equal calls as one object. A free has none."""
-
-    @property
-    def level_bytes(self) -> NDArray[np.int64]:
-        """Allocated bytes after each event."""
-        return self.start_bytes + np.cumsum(self.change_bytes)
+    level_bytes: NDArray[np.int64]
+    """Allocated bytes after each event, rounded as torch rounds."""
+    kinds: tuple[str, ...]
+    """What an allocation belongs to: `forward`, `backward` or `optimizer`. The text is empty if its
+    stack does not tell, and for a free."""
 
 
 def read_history(path: str | Path) -> History:
@@ -115,50 +96,40 @@ def _rounded(size_bytes: int) -> int:
 def _replayed(trace: list[dict[str, Any]], end_blocks: dict[int, int], source: str) -> History:
     """Events in order. Bytes count until they are given back (`free_requested`), as in
     `memory_allocated`."""
-    times, changes, freed_at = list[int](), list[int](), list[int]()
-    stacks, known = list[Frames](), dict[tuple[int, ...], Frames]()
-    alive = dict[int, int]()  # the event that allocated an address
+    times, changes, kinds = list[int](), list[int](), list[str]()
+    alive = dict[int, int]()  # bytes by address
     for entry in trace:
         if entry["action"] not in ("alloc", "free_requested"):
             continue
-        event, address, size_bytes = len(times), entry["addr"], _rounded(entry["size"])
-        stack: Frames = ()
-        if entry["action"] == "alloc":
-            if address in alive:
-                raise ValueError(
-                    f"it has no frees: address {address:#x} is allocated twice. Record without "
-                    "skip_actions"
-                )
-            alive[address], stack = event, _stack(entry.get("frames", ()), known)
-        elif (made := alive.pop(address, None)) is None:
-            size_bytes = -size_bytes
+        address, size_bytes = entry["addr"], _rounded(entry["size"])
+        if entry["action"] == "free_requested":
+            changes.append(-alive.pop(address, size_bytes))
+            kinds.append("")
+        elif address in alive:
+            raise ValueError(
+                f"it has no frees: address {address:#x} is allocated twice. Record without "
+                "skip_actions"
+            )
         else:
-            size_bytes, freed_at[made] = -changes[made], event
+            alive[address] = size_bytes
+            changes.append(size_bytes)
+            kinds.append(_kind(entry.get("frames", ())))
         times.append(entry["time_us"])
-        changes.append(size_bytes)
-        freed_at.append(event)
-        stacks.append(stack)
     if not times:
         raise ValueError("it has no allocation in its history")
-    for event in alive.values():
-        freed_at[event] = len(times)
-    made_here = {address: changes[event] for address, event in alive.items()}
-    start_bytes = sum((end_blocks | made_here).values()) - sum(changes)
+    start_bytes = sum((end_blocks | alive).values()) - sum(changes)
     if start_bytes < 0:
         raise ValueError("it frees more than was allocated")
-    return History(
-        source,
-        np.maximum.accumulate(np.array(times, np.int64)),
-        np.array(changes, np.int64),
-        start_bytes,
-        np.array(freed_at, np.intp),
-        tuple(stacks),
-    )
+    time_us = np.maximum.accumulate(np.array(times, np.int64))
+    return History(source, time_us, start_bytes + np.cumsum(changes), tuple(kinds))
 
 
-def _stack(calls: list[dict[str, Any]], known: dict[tuple[int, ...], Frames]) -> Frames:
-    """The calls of a stack; equal stacks are read once."""
-    key = tuple(map(id, calls))
-    if key not in known:
-        known[key] = tuple(Frame(call["name"], call["filename"], call["line"]) for call in calls)
-    return known[key]
+def _kind(calls: Sequence[dict[str, Any]]) -> str:
+    """What an allocation belongs to; an empty text if its stack does not tell."""
+    files, names = {call["filename"] for call in calls}, {call["name"] for call in calls}
+    if names & BACKWARD_CALLS or not any(file.endswith(".py") for file in files):
+        return "backward"
+    if "forward_step" in names:
+        return "forward"
+    folders = {folder for file in files for folder in file.split("/")[-2:-1]}
+    return "" if folders.isdisjoint(OPTIMIZERS) else "optimizer"
