@@ -87,8 +87,6 @@ def _give_up() -> None:
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
     words = list(arguments)
-    if words[:1] == ["compare"]:  # which has a parser of its own
-        return Namespace(verb="compare", command=command_of("compare"), flags=words[1:])
     cut = words.index("--") if "--" in words else len(words)
     reader = parser(next((word for word in words[:cut] if word in COMMANDS), None))
     args, unknown = reader.parse_known_args(words[:cut])

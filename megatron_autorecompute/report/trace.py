@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any
 
 from megatron_autorecompute.planner.cost.copies import PS_PER_NS
-from megatron_autorecompute.planner.cost.peak_memory import Breakdown
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.timeline import StageTimeline, timeline
 from megatron_autorecompute.units import GIB
@@ -66,11 +65,11 @@ def _stage(plan: Plan, stage: StageTimeline, ends: dict[Place, int]) -> Iterator
         args["bytes"] = copy.group.record.host_bytes
         span = round(copy.begin_ps / PS_PER_NS), round(copy.end_ps / PS_PER_NS)
         yield _slice(stage.stage, thread, copy.name, *span, args)
-    yield from _memory(stage, 0, Breakdown(stage.static_bytes, 0, 0, 0, 0, 0))
+    yield _counter(stage.stage, "memory GiB", 0, {"alive": stage.static_bytes})
     for event in range(len(stage.chunk)):
         yield from _running(plan, stage, event)
-    step = Breakdown(stage.static_bytes, 0, 0, stage.optimizer_step_peak_bytes, 0, 0)
-    yield from _memory(stage, _ns(stage.end_ms[-1]) + 1, step)
+    alive = {"alive": stage.static_bytes + stage.optimizer_step_peak_bytes}
+    yield _counter(stage.stage, "memory GiB", _ns(stage.end_ms[-1]) + 1, alive)
 
 
 def _about(stage: StageTimeline, what: str, name: str) -> TraceEvent:
@@ -78,7 +77,7 @@ def _about(stage: StageTimeline, what: str, name: str) -> TraceEvent:
 
 
 def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEvent]:
-    """An event, the units in it with the bytes then alive, and on the thread of recompute what of
+    """An event with the most bytes alive in it, its units, and on the thread of recompute what of
     them is done again."""
     backward, chunk = bool(stage.backward[event]), int(stage.chunk[event])
     microbatch = int(stage.microbatch[event])
@@ -91,6 +90,7 @@ def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEven
             of = f"recompute early for {name}"
             yield _slice(stage.stage, thread, of, first, min(first + early, start), args)
     yield _slice(stage.stage, COMPUTE, name, start, end, args)
+    yield from _memory(stage, start, event)
     for number, first, again, last in _spans(stage, event):
         unit = stage.units[chunk][number]
         choice = plan.recompute_policy[unit.layers[0]] if unit.layers else "none"
@@ -98,23 +98,25 @@ def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEven
         yield _slice(stage.stage, COMPUTE, unit.name, first, last, about)
         if again is not None:
             yield _slice(stage.stage, RECOMPUTE, f"recompute {unit.name}", first, again, about)
-        yield from _memory(stage, first, stage.bytes_at(event, number))
     for first, last in _waits(stage, event):
         yield _slice(stage.stage, COMPUTE, "wait for copy", first, last, args)
-    if event + 1 == len(stage.chunk) or _ns(stage.start_ms[event + 1]) > end:
-        yield from _memory(stage, end, stage.bytes_at(event, None))
+    if event + 1 < len(stage.chunk) and _ns(stage.start_ms[event + 1]) > end:
+        yield from _memory(stage, end, event + 1, waits=True)
 
 
-def _memory(stage: StageTimeline, at: int, held: Breakdown) -> Iterator[TraceEvent]:
-    """Counters of the stage's bytes, in GiB: all of them, and activations by what they are."""
-    yield _counter(stage.stage, "memory GiB", at, {"alive": held.total_bytes})
+def _memory(
+    stage: StageTimeline, at: int, event: int, *, waits: bool = False
+) -> Iterator[TraceEvent]:
+    """Counters of the most bytes in an event, or while the stage waits for it: all of them, and
+    activations by what they are."""
     parts = {
-        "in flight": held.in_flight_bytes,
-        "running chunk": held.running_bytes,
-        "transient": held.transient_bytes,
-        "embedding, head": held.embedding_head_bytes,
-        "between stages": held.overhead_bytes,
-    } | ({} if stage.copies is None else {"copies": held.copy_bytes})
+        "in flight": stage.in_flight_bytes[event],
+        "embedding, head": stage.outside_bytes[event],
+        "between stages": stage.overhead_bytes[event],
+    }
+    others = stage.static_bytes + sum(parts.values())
+    parts["running chunk"] = 0 if waits else stage.peak_bytes[event] - others
+    yield _counter(stage.stage, "memory GiB", at, {"alive": others + parts["running chunk"]})
     yield _counter(stage.stage, "activations GiB", at, parts)
 
 
