@@ -7,13 +7,13 @@ import os
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_autorecompute import json_records
 from megatron_autorecompute.cli.command import file
@@ -110,20 +110,6 @@ def progress_bars() -> Progress:
         disable=not where.is_terminal,
         redirect_stdout=sys.stdout.isatty(),
     )
-
-
-@contextmanager
-def shown_progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar for each part of a computation; the function is told the part and its done share."""
-    with progress_bars() as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, share: float) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=1.0)
-            bars.update(tasks[what], completed=share)
-
-        yield progress
 
 
 @contextmanager

@@ -5,25 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
 from megatron_autorecompute.cli.command import MOST_POINTS, Command, at_least, picture
-from megatron_autorecompute.cli.output import add_json, check_output, print_result, shown_progress
+from megatron_autorecompute.cli.output import add_json, check_output, console, print_result
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
-from megatron_autorecompute.planner.plan import ManualResult
-from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
-from megatron_autorecompute.planner.search.manual import may_offload
-from megatron_autorecompute.planner.search.offload import without_offload
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
-
-STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
-"""The fields of one of Megatron's own settings, as the JSON output names them."""
 
 
 class ParetoCommand(Command):
@@ -55,21 +46,15 @@ class ParetoCommand(Command):
         if args.plot:
             check_output(args, args.plot)
         (problem,), asked = problems(args, read_source(args))
-        with shown_progress() as progress:
-            own = partial(progress, "Megatron's own settings")
-            strategies = strategies_of(problem, None, own)
-            budgets = partial(progress, "Budgets")
-            points = best_points(problem, strategies, budgets, num_points=args.points)
-        # None where nothing offloads, or some layers must.
-        without = without_offload(problem) if may_offload(problem) else None
-        apart = [] if without is None else list(pareto(without, args.points))
+        with console(stderr=True).status("Megatron's own settings, and budgets"):
+            strategies = strategies_of(problem)
+            points = best_points(problem, strategies, num_points=args.points)
         percentile = problem.imbalance_percentile
         said = [*asked.notes, *terminal.imbalance_lines(problem.profile, percentile)]
-        parts: list[RenderableType] = [terminal.curve_view(points, strategies)]
-        if apart:
-            parts += [Text("Without offload:"), terminal.curve_view(apart, ())]
-        view = Group(*parts, *map(Text, said))
-        print_result(args, as_json(points, strategies, apart), view)
+        view = Group(terminal.curve_view(points, strategies), *map(Text, said))
+        own = [{k: v for k, v in asdict(each).items() if k != "fits"} for each in strategies]
+        data = {"points": list(map(asdict, points)), "strategies": own}
+        print_result(args, json.dumps(data, indent=1), view)
         if args.plot:
             from megatron_autorecompute.report.chart import curve_chart  # loads matplotlib
             from megatron_autorecompute.report.figures import save_picture
@@ -78,17 +63,3 @@ class ParetoCommand(Command):
             about = "the best policy for every budget (line), Megatron's own settings (points)"
             save_picture(curve_chart(curve, f"{curve.title}: {about}"), args.plot)
             print(f"Drawn: {args.plot}.", file=sys.stderr)
-
-
-def as_json(
-    points: Sequence[CurvePoint],
-    strategies: Sequence[ManualResult],
-    without_offload: Sequence[CurvePoint] = (),
-) -> str:
-    """All plans, largest budget first, and all of Megatron's own settings; where layers may
-    offload, also the plans without."""
-    own = [{name: getattr(each, name) for name in STRATEGY_FIELDS} for each in strategies]
-    data = {"points": [asdict(p) for p in points], "strategies": own}
-    if without_offload:
-        data["points_without_offload"] = [asdict(p) for p in without_offload]
-    return json.dumps(data, indent=1)

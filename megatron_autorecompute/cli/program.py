@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron_autorecompute import __version__
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.errors import AutorecomputeError, MachineError
-from megatron_autorecompute.options import Parser, nearest
+from megatron_autorecompute.options import Parser
 from megatron_autorecompute.packages import needed
 
 PROGRAM = "megatron-autorecompute"
@@ -92,21 +91,12 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     args, unknown = reader.parse_known_args(words[:cut])
     verb = vars(args).pop("parser")
     if unknown:
-        _refuse(verb, unknown)
+        verb.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.typed = words
     args.megatron_flags = words[cut + 1 :]
     if args.megatron_flags and not args.command.takes_megatron_flags:
         reader.error(f"{' '.join(words[cut:])}: {args.verb} takes nothing after --")
     return args
-
-
-def _refuse(parser: ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """End with the arguments that no option takes, and the nearest flag."""
-    said = f"unrecognized arguments: {' '.join(unknown)}"
-    if unknown[0].startswith("--"):
-        flags = re.findall(r"--[a-z-]+", parser.format_help())
-        said += f"; the nearest flag is {nearest(unknown[0].partition('=')[0], flags)}"
-    parser.error(said)
 
 
 def parser(name: str | None) -> ArgumentParser:

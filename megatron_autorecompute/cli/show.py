@@ -17,10 +17,10 @@ from megatron_autorecompute.cli.output import (
     add_output,
     add_verbose,
     check_output,
+    console,
     output_file,
     print_plan,
     print_result,
-    shown_progress,
     without_effect,
 )
 from megatron_autorecompute.cli.profile_view import profile_view
@@ -161,9 +161,9 @@ class ReportCommand(Command):
 
         output, plan = output_file(args), Plan.load(args.plan)
         recorded = recorded_step(plan, args.snapshot, args.stage) if args.snapshot else None
-        with shown_progress() as progress:
-            data = replace(report_data(plan, progress), recorded=recorded)
-        page = html(replace(data, speed=throughput_words(plan)))
+        with console(stderr=True).status("Other choices, and other budgets"):
+            data = report_data(plan)
+        page = html(replace(data, recorded=recorded, speed=throughput_words(plan)))
         if output is None:
             print(page)
             return

@@ -179,15 +179,10 @@ class Comparison:
 
     def with_result(self, result: StrategyResult) -> Comparison:
         """The comparison with one strategy's result added, or replaced if it has one."""
-        known = [(s.family == "tried", s.name) for s in self.strategies]
-        kept, key = list(self.strategies), (result.family == "tried", result.name)
-        if key in known:
-            kept[known.index(key)] = result
-        else:
-            kept.append(result)
-        order = [*get_args(Family)]
-        kept.sort(key=lambda s: order.index(s.family))
-        return replace(self, strategies=tuple(kept))
+        every = (*self.strategies, result)
+        latest = {(s.family == "tried", s.name): s for s in every}.values()
+        order = get_args(Family)
+        return replace(self, strategies=tuple(sorted(latest, key=lambda s: order.index(s.family))))
 
     def save(self, path: str | Path) -> None:
         """Write the record to a file, as a whole or not at all."""

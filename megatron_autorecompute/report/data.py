@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -19,9 +19,6 @@ from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
 
 CURVE_POINTS = 24
-
-Progress = Callable[[str, float], None]
-"""A function that is told what is being computed, and the share of it that is done (0 to 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,43 +57,28 @@ class ReportData:
     """A sentence on bubble and throughput; empty for none."""
 
 
-def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> ReportData:
+def report_data(plan: Plan) -> ReportData:
     """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
     problem = plan.problem()
+    others = neighbours_at(problem, plan.policy, range(len(plan.policy.layers)))
     return ReportData(
-        plan,
-        timeline(plan),
-        tuple(_others(plan, problem, lambda share: progress("Other choices", share))),
-        _curve(plan, problem, progress),
-        _pastes(plan),
+        plan, timeline(plan), tuple(map(tuple, others)), _curve(plan, problem), _pastes(plan)
     )
 
 
-def _others(
-    plan: Plan, problem: Problem, progress: Callable[[float], None]
-) -> Iterator[tuple[Neighbour, ...]]:
-    layers = range(len(plan.policy.layers))
-    for layer, found in enumerate(neighbours_at(problem, plan.policy, layers), start=1):
-        yield tuple(found)
-        progress(layer / len(layers))
-
-
-def _curve(plan: Plan, problem: Problem, progress: Progress) -> Curve:
-    strategies = strategies_of(
-        problem, plan.budget_bytes, lambda share: progress("Megatron's own", share)
-    )
+def _curve(plan: Plan, problem: Problem) -> Curve:
+    strategies = strategies_of(problem, plan.budget_bytes)
     here = CurvePoint(
         max(plan.budget_bytes), plan.cost.step_ms, plan.cost.peak_high_bytes, plan.policy.format()
     )
     known = [here] if len(set(plan.budget_bytes)) == 1 else []
-    points = best_points(problem, strategies, lambda share: progress("Curve", share), known)
+    points = best_points(problem, strategies, known)
     return Curve(plan.profile.model.name, points, strategies, min(plan.budget_bytes), here)
 
 
 def best_points(
     problem: Problem,
     strategies: Iterable[ManualResult],
-    progress: Callable[[float], None],
     known: Iterable[CurvePoint] = (),
     num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
@@ -104,7 +86,7 @@ def best_points(
     unbeaten strategies need. `pareto` solves them quickly; the step of a plan is searched further.
     A larger budget is never slower than a smaller one."""
     also = [strategy.peak_high_bytes for strategy in unbeaten(strategies)]
-    solved = pareto(problem, num_points, progress, also)
+    solved = pareto(problem, num_points, also=also)
     points = {own.budget_bytes: own for own in (*solved, *known)}
     found: list[CurvePoint] = []
     for _, point in sorted(points.items()):
@@ -115,17 +97,16 @@ def best_points(
 
 
 def strategies_of(
-    problem: Problem, budgets: tuple[int, ...] | None, progress: Callable[[float], None]
+    problem: Problem, budgets: tuple[int, ...] | None = None
 ) -> tuple[ManualResult, ...]:
     """Megatron's own settings, without those it refuses or the profile has no records for."""
-    settings, found = manual_settings(problem), []
-    for done, setting in enumerate(settings, start=1):
+    found = []
+    for setting in manual_settings(problem):
         with suppress(PolicyError, ProfileError):
             cost = problem.cost(manual_policy(problem, setting))
             peaks = [stage.peak_high_bytes for stage in cost.stages]
             fits = budgets is None or all(p <= b for p, b in zip(peaks, budgets, strict=True))
             found.append(ManualResult(str(setting), cost.step_ms, max(peaks), fits))
-        progress(done / len(settings))
     return tuple(found)
 
 

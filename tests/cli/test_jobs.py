@@ -104,7 +104,7 @@ def test_the_pattern_of_a_hybrid_model_can_be_set_with_all_that_follows_from_it(
         (["plan", "--example", "llama3-70b"], 9, "Add --gpu NAME, which the job runs on: a100"),
         (["plan", "--example", "llama3-70b", "--gpu"], 9, "h100-80gb, h200-141gb,"),
         (["estimate", "--example", "llama3-70b", "-o", "-"], 9, "Add --gpu NAME"),
-        (["plan", "--exmaple", "llama3-70b"], 2, "--exmaple; the nearest flag is --example."),
+        (["plan", "--exmaple", "llama3-70b"], 2, "arguments: --exmaple. All flags: megatron-auto"),
         (["plan", "", "--gpu", "h100-80gb"], 9, "Cannot read the job '': No such file"),
         (["plan", "one.yaml", "two.yaml"], 2, "arguments: two.yaml. All flags: megatron-auto"),
         (["plan"], 9, "Say what is planned: --profile P.json, or with --gpu NAME JOB.yaml"),
