@@ -71,7 +71,7 @@ class ShowCommand(Command):
             return
         plan = Plan.from_json(text, str(args.plan))
         if args.svg:
-            from megatron_autorecompute.report.strip import strip_svg  # loads matplotlib
+            from megatron_autorecompute.report.figures import strip_svg  # loads matplotlib
 
             picture = strip_svg(plan)
             if alone:

@@ -17,9 +17,8 @@ from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.chart import curve_chart
 from megatron_autorecompute.report.data import ReportData
-from megatron_autorecompute.report.figures import svg
+from megatron_autorecompute.report.figures import strip_svg, svg
 from megatron_autorecompute.report.recorded import Difference
-from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline
 from megatron_autorecompute.report.words import (

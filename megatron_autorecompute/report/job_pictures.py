@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.profile import ChoiceRecord
-from megatron_autorecompute.report.figures import DPI, Image, pixels
-from megatron_autorecompute.report.strip import strip
+from megatron_autorecompute.report.figures import DPI, Image, pixels, strip
 from megatron_autorecompute.report.timeline import StageTimeline, timeline
 from megatron_autorecompute.report.words import by_room, duration, size
 from megatron_autorecompute.units import GIB, MIB

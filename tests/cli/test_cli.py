@@ -17,7 +17,7 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report.data import best_points
-from megatron_autorecompute.report.strip import strip_svg
+from megatron_autorecompute.report.figures import strip_svg
 from megatron_autorecompute.report.terminal import shortened, strip
 from tests.report.snapshots import as_planned, dumped
 

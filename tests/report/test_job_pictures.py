@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megatron_autorecompute.report.figures import choice_colours
 from megatron_autorecompute.report.job_pictures import (
     COSTS,
     MOST_LANES,
@@ -11,7 +12,6 @@ from megatron_autorecompute.report.job_pictures import (
     memory_image,
     policy_image,
 )
-from megatron_autorecompute.report.strip import choice_colours
 from tests.report.plans import THREE, example_plan, random_plan
 
 

@@ -6,7 +6,7 @@ import pickle
 import pytest
 
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.report.snapshot import read_history
+from megatron_autorecompute.report.recorded import read_history
 from tests.report.snapshots import ATTENTION, ELSEWHERE, Recorder, dumped
 
 
