@@ -142,7 +142,7 @@ class ReportCommand(Command):
         parser.add_argument(
             "--stage",
             type=at_least(0),
-            help="pipeline stage of the snapshot (default: by the rank in the file's name)",
+            help="pipeline stage of the snapshot (default: the only one)",
         )
 
     def run(self, args: Namespace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 from matplotlib.figure import Figure
 from rich import box
@@ -39,11 +38,9 @@ def table(comparison: Comparison) -> Group:
     shown = Table(
         title=_budget(comparison), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
     )
-    for heading in HEADINGS:
-        number = heading not in ("strategy", "fits")
-        long = heading == "strategy"  # a set of modules: it is folded, and no figure is cut off
-        justify: Literal["left", "right"] = "right" if number else "left"
-        shown.add_column(heading, justify=justify, no_wrap=not long, overflow="fold")
+    shown.add_column(HEADINGS[0], overflow="fold")  # a set of modules: no figure is cut off
+    for heading in HEADINGS[1:]:
+        shown.add_column(heading, justify="right", no_wrap=True)
     policies = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2))
     for strategy in comparison.rows():
         style = "bold" if strategy.family == "ours" else None

@@ -46,7 +46,7 @@ from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
 from megatron_autorecompute.json_records import check_other, write_atomically
 from megatron_autorecompute.options import option
 from megatron_autorecompute.packages import lacking_kernels, needed
-from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES
+from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES, HybridPattern
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
@@ -59,7 +59,13 @@ from megatron_autorecompute.report.html import html
 from megatron_autorecompute.units import GIB, MOST_GIB, gib
 
 WARM_UP_STEPS = 2
-LONGEST_S = 7 * 24 * 3600
+LIMITS = {
+    "budget_gib": (0, MOST_GIB),
+    "budget_fraction": (0, 1),
+    "timeout_s": (1, 7 * 24 * 3600),
+    "seed": (0, (1 << 32) - 1),
+}
+"""The least and the most that a number may be; of others 1 is the least."""
 RECORD, TABLE = "comparison.json", "comparison.md"
 PICTURE, PLAN, PAGE = "comparison.png", "plan.json", "plan.html"
 FILES = (RECORD, TABLE, PICTURE, PLAN, PAGE)
@@ -89,39 +95,31 @@ class Settings:
     timeout_s: float = option(600.0, "longest wait of a rank for another before it gives up")
 
     def __post_init__(self) -> None:
-        """Raises OptionError for settings with which no comparison can run."""
+        """Raises an AutorecomputeError for settings with which no comparison can run."""
         shape = self.shape
-        for options in (shape, self):
-            for name, value in asdict(options).items():
-                if type(value) is int and name != "seed" and value < 1:
-                    raise _refused(options, name, "it must be at least 1")
-        _check_layers(shape)
+        for name, value in (asdict(shape) | asdict(self)).items():
+            least, most = LIMITS.get(name, (1, 1 << 31))
+            if type(value) in (int, float) and not least <= value <= most:
+                raise _refused(name, value, f"it must be from {least} to {most}")
         if shape.hidden_size % shape.num_attention_heads:
-            raise _refused(
-                shape, "hidden_size", f"it must be a multiple of {shape.num_attention_heads} heads"
-            )
-        if self.budget_gib is not None and not 0 < self.budget_gib < MOST_GIB:
-            raise _refused(self, "budget_gib", f"it must be above 0 and below {MOST_GIB}")
-        if not 0 <= self.budget_fraction <= 1:
-            raise _refused(self, "budget_fraction", "it must be from 0 (full) to 1 (none)")
-        if not 0 < self.timeout_s <= LONGEST_S:
-            raise _refused(self, "timeout_s", f"it must be above 0, and {LONGEST_S} at most")
-        if not 0 <= shape.seed < 1 << 32:
-            raise _refused(shape, "seed", "it must be from 0 to 2^32 - 1")
+            rule = f"it must be a multiple of {shape.num_attention_heads} heads"
+            raise _refused("hidden_size", shape.hidden_size, rule)
+        if shape.pattern is not None:
+            _check_layers(shape.pattern, shape.pipeline_stages)
+        elif shape.num_layers % shape.pipeline_stages:
+            rule = f"it must be a multiple of {shape.pipeline_stages} stages"
+            raise _refused("num_layers", shape.num_layers, rule)
 
 
-def _check_layers(shape: Shape) -> None:
+def _refused(name: str, value: float, rule: str) -> OptionError:
+    return OptionError(f"--{name.replace('_', '-')} {value}: {rule}.")
+
+
+def _check_layers(pattern: HybridPattern, num_stages: int) -> None:
     """Raise an AutorecomputeError for layers that cannot be trained here, or in these stages."""
-    if shape.pattern is None:
-        if shape.num_layers % shape.pipeline_stages:
-            raise _refused(
-                shape, "num_layers", f"it must be a multiple of {shape.pipeline_stages} stages"
-            )
-        return
-    Layout.from_pattern(shape.pattern, shape.pipeline_stages, 1)
-    text = str(shape.pattern)
-    for position, symbol in enumerate(text):
-        shown = f"--hybrid-layer-pattern {text!r:.200}: {symbol!r} at position {position}"
+    Layout.from_pattern(pattern, num_stages, 1)
+    for symbol in sorted({*str(pattern)}):
+        shown = f"--hybrid-layer-pattern {str(pattern)!r:.200}: {symbol!r}"
         if symbol in "GD+":
             raise OptionError(
                 f"{shown}: the comparison has no sizes for {FAMILIES[symbol]} layers. Give "
@@ -132,10 +130,6 @@ def _check_layers(shape: Shape) -> None:
                 f"{shown} ({FAMILIES[symbol]}) runs kernels that are not installed here. Install "
                 f"{', '.join(lacking)}, or leave the layer out."
             )
-
-
-def _refused(options: Any, name: str, rule: str) -> OptionError:
-    return OptionError(f"--{name.replace('_', '-')} {getattr(options, name)}: {rule}.")
 
 
 def default_shape() -> Shape:
@@ -154,8 +148,8 @@ def write_report(comparison: Comparison, folder: Path) -> None:
     """
     if comparison.rows():
         picture(comparison, folder / PICTURE)
-    if comparison.rows() and (folder / PLAN).exists():
-        write_atomically(html(report_data(Plan.load(folder / PLAN))), folder / PAGE)
+        if (folder / PLAN).exists():
+            write_atomically(html(report_data(Plan.load(folder / PLAN))), folder / PAGE)
 
 
 def run(settings: Settings, console: Console) -> Path:

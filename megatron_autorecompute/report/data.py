@@ -13,7 +13,6 @@ from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
 from megatron_autorecompute.planner.search.neighbours import Neighbour, neighbours_at
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.policy import WHOLE
 from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
@@ -113,19 +112,7 @@ def strategies_of(
 def _pastes(plan: Plan) -> dict[str, str]:
     """Texts to paste: first for the form the job was described in, then for other forms."""
     forms = [job_lines(plan), pretrain_lines(plan, None), bridge_lines(plan, None)]
-    if WHOLE not in plan.policy.layers:
-        forms.append(["Run in Python:", *_python_lines(plan)])
     places = dict[str, str]()
     for where, *lines in filter(None, forms):
         places.setdefault("\n".join(lines), where.rstrip(":"))
     return places
-
-
-def _python_lines(plan: Plan) -> tuple[str, ...]:
-    return (
-        "from megatron_autorecompute import RecomputePolicy, apply",
-        "",
-        f"policy = RecomputePolicy.parse({plan.policy.format()!r}, "
-        f"num_layers={plan.profile.num_layers})",
-        "apply(policy, model)",
-    )

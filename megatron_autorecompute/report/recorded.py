@@ -28,8 +28,6 @@ from megatron_autorecompute.report.timeline import StageTimeline, timeline
 ROUNDING_BYTES = 512
 """torch's allocator gives whole blocks of this size; a history has the bytes asked for."""
 RECORD = "torch.cuda.memory._record_memory_history() before the step"
-
-
 BACKWARD_CALLS = {"backward", "backward_step", "_engine_run_backward"}
 OPTIMIZERS = {"optim", "optimizer", "optimizers"}
 """Folders of torch's, Megatron's, Apex's and Transformer Engine's optimizers."""
@@ -78,35 +76,29 @@ def recorded_step(plan: Plan, path: str | Path, stage: int | None = None) -> Rec
     Args:
         plan: what was planned.
         path: a file of `torch.cuda.memory._dump_snapshot`.
-        stage: the stage of the process that wrote it; None: by the rank in the file's name.
+        stage: the stage of the process that wrote it; None: the only one.
 
     Raises:
         ProfileError: the file is no snapshot with a history, is damaged, or its stacks do not show
             the stage's forwards and backwards as planned.
-        OptionError: there is no such stage, or the file's name does not tell which one it is.
+        OptionError: there is no such stage, or there are several and none is given.
     """
-    number = _stage(plan, Path(path).name, stage)
+    number = _stage(plan, stage)
     history, own = read_history(path), timeline(plan).stages[number]
     pieces = list(_pieces(history, own))
     moments = tuple(_moment(history, own, piece) for piece in pieces)
     return RecordedStep(number, history.source, *_curve(history, own, pieces), moments)
 
 
-def _stage(plan: Plan, name: str, asked: int | None) -> int:
+def _stage(plan: Plan, asked: int | None) -> int:
     stages = plan.layout.num_stages
-    if asked is not None:
-        if asked >= stages:
-            raise OptionError(f"--stage {asked}: the plan has stages 0 to {stages - 1}.")
-        return asked
-    rank = re.search(r"rank[-_]?(\d+)", name)
-    # Ranks of one tensor-parallel group follow each other: the first are of the first stage.
-    if stages == 1 or (rank and int(rank[1]) < plan.profile.parallelism.tensor_parallel):
-        return 0
-    said = f"rank {rank[1]}" if rank else "no rank"
-    raise OptionError(
-        f"{name} names {said}, which does not tell the pipeline stage: give --stage 0 to "
-        f"{stages - 1}."
-    )
+    number = 0 if asked is None and stages == 1 else asked
+    if number is None or number >= stages:
+        raise OptionError(
+            f"--stage {number}: give the pipeline stage of the process that wrote the snapshot; "
+            f"the plan has stages 0 to {stages - 1}."
+        )
+    return number
 
 
 @dataclass(frozen=True, slots=True)

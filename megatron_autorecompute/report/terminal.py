@@ -22,7 +22,7 @@ from megatron_autorecompute.planner.search.curve import CurvePoint
 from megatron_autorecompute.planner.search.neighbours import Neighbour
 from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
-from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
+from megatron_autorecompute.profile import MeasuredStep, Profile, RankStep
 from megatron_autorecompute.report.words import binds, proof
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
@@ -157,13 +157,12 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
 
 def _slowest_ranks(step: MeasuredStep) -> list[RankStep]:
     """The rank of each stage that computed longest."""
-    slowest_first = sorted(step.ranks, key=_compute_ms, reverse=True)
-    longest = {rank.stage: rank for rank in reversed(slowest_first)}
+
+    def computed_ms(rank: RankStep) -> float:
+        return (rank.forward_compute_ms or 0.0) + (rank.backward_compute_ms or 0.0)
+
+    longest = {rank.stage: rank for rank in sorted(step.ranks, key=computed_ms)}
     return [longest[stage] for stage in sorted(longest)]
-
-
-def _compute_ms(rank: RankStep) -> float:
-    return (rank.forward_compute_ms or 0.0) + (rank.backward_compute_ms or 0.0)
 
 
 def _ms(value: float | None) -> str:
@@ -259,21 +258,13 @@ def imbalance_lines(profile: Profile, percentile: float | None) -> list[str]:
     stated = any(kind.imbalance for kind in profile.kinds)
     if percentile is None:
         most = "the most that was seen in measuring; --imbalance-percentile plans for less"
-        states = "what the profile states is not planned for"
-        said = [(measured, f"planned for {most}"), (stated, states)]
+        said = [(measured, f"planned for {most}")]
+        said += [(stated, "what the profile states is not planned for")]
     else:
         of = f"planned for percentile {percentile:g} of"
-        states = f"{of} what the profile states, {', '.join(_factors(profile.kinds, percentile))}"
-        said = [(measured, f"{of} the measured microbatches"), (stated, states)]
+        said = [(measured, f"{of} the measured microbatches")]
+        said += [(stated, f"{of} what the profile states")]
     return [f"Imbalance: {words}." for holds, words in said if holds]
-
-
-def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
-    """`moe x 1.25`, with the stated percentile if it differs from the planned one."""
-    for kind in kinds:
-        if point := kind.imbalance_at(percentile):
-            of = "" if point.percentile == percentile else f" (stated for {point.percentile:g})"
-            yield f"{kind.name} x {point.factor:g}{of}"
 
 
 def _begun_early(plan: Plan) -> Iterator[str]:
