@@ -69,14 +69,14 @@ def _records(profile: Profile) -> Table:
     columns = (
         Column("layers", lambda row: row[0], left=True),
         Column("choice", lambda row: row[1].choice, left=True),
-        Column("graph MiB", in_graphs, optional=True),
+        Column("graph MiB", in_graphs),
         Column("held MiB", lambda row: _mib(row[1].held_bytes)),
         Column("fwd +MiB", lambda row: _mib(row[1].forward_transient_bytes)),
         Column("bwd +MiB", lambda row: _mib(row[1].backward_transient_bytes)),
         Column("fwd ms", lambda row: f"{row[1].forward_ms:.2f}"),
         Column("bwd ms", lambda row: f"{row[1].backward_ms:.2f}"),
-        Column("comm.", _communication, optional=True),
-        Column("tie", lambda row: "=" * row[2], optional=True),
+        Column("comm.", _communication),
+        Column("tie", lambda row: "=" * row[2]),
     )
     return rows(columns, shown)
 

@@ -85,7 +85,7 @@ def best_points(
     unbeaten strategies need. `pareto` solves them quickly; the step of a plan is searched further.
     A larger budget is never slower than a smaller one."""
     also = [strategy.peak_high_bytes for strategy in unbeaten(strategies)]
-    solved = pareto(problem, num_points, also=also)
+    solved = pareto(problem, num_points, also)
     points = {own.budget_bytes: own for own in (*solved, *known)}
     found: list[CurvePoint] = []
     for _, point in sorted(points.items()):

@@ -53,14 +53,13 @@ class Column:
     """The text of a row's item."""
     left: bool = False
     """Texts begin at the left; numbers end at the right."""
-    optional: bool = False
-    """The column is left out if none of its rows has a text."""
 
 
 def rows(columns: Sequence[Column], items: Sequence[Any], gap: int = 2) -> Table:
-    """A table with a row for each item, and so many blanks between two columns."""
+    """A table with a row for each item, and so many blanks between two columns, without the columns
+    in which no row has a text."""
     table = Table(box=None, pad_edge=False, padding=(0, gap - gap // 2, 0, gap // 2))
-    shown = [own for own in columns if not own.optional or any(map(own.text, items))]
+    shown = [own for own in columns if any(map(own.text, items))]
     for own in shown:
         table.add_column(own.header, justify="left" if own.left else "right", overflow="fold")
     for item in items:
@@ -80,11 +79,9 @@ def legend(policy: RecomputePolicy) -> dict[LayerPolicy, str]:
     letters, keeps = iter(string.ascii_lowercase), iter("KMNOPQRSTU")
     symbols: dict[LayerPolicy, str] = {NONE: ".", FULL: "F"}
     for choice in policy.layers:
-        alone = replace(choice, group=1, inner=0, rerun_all=False)
-        if choice.granularity != "full":
-            alone = choice
+        whole = choice.granularity == "full"
+        alone = replace(choice, group=1, inner=0, rerun_all=False) if whole else choice
         if alone not in symbols:
-            whole = choice.granularity == "full"
             symbols[alone] = next(keeps if whole else letters)
         symbols[choice] = symbols[alone]
     return {choice: symbols[choice] for choice in policy.layers}
@@ -218,7 +215,6 @@ def stages_view(plan: Plan, measured_bytes: Sequence[int] | None = None) -> Rend
         Column(
             "measured",
             lambda cost: "" if measured_bytes is None else unit.text(measured_bytes[cost.stage]),
-            optional=True,
         ),
         Column("budget", lambda cost: unit.text(plan.budget_bytes[cost.stage])),
         Column("recompute ms", lambda cost: f"{cost.recompute_ms:.1f}"),
@@ -333,7 +329,7 @@ def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> Rende
         Column("stage ms", lambda other: f"{other.stage_busy_ms:+.3f}"),
         Column(f"peak {unit.name}", lambda other: unit.change(other.peak_bytes)),
         Column("fits", lambda other: "yes" if other.fits else "no"),
-        Column("tie", lambda other: "=" * other.tie, optional=True),
+        Column("tie", lambda other: "=" * other.tie),
     )
     chosen = plan.policy.layers[layer]
     title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
