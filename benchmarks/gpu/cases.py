@@ -287,7 +287,7 @@ def built(case: Case) -> Any:
         ),
     )
     # A text may be shorter than one microbatch: it is read again and again.
-    text = read_text(TEXT)
+    text = read_text(TEXT, case.shape)
     least = (case.shape.seq_length + 1) * case.shape.micro_batch_size * 4
     return TrainingJob(case.shape, text * (1 + least // len(text)), variant)
 

@@ -75,8 +75,6 @@ class ShowCommand(Command):
 
             picture = strip_svg(plan)
             if alone:
-                if args.json:
-                    raise without_effect("--json", "--svg -", "the picture is printed alone")
                 print(picture)
                 return
             write_atomically(picture, args.svg)

@@ -146,7 +146,6 @@ def _mamba(config: Mapping[str, Any], seq_length: int) -> float:
 
 
 def _attention(config: Mapping[str, Any], seq_length: int) -> float:
-    """Products per token of one layer's attention, projections included."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("multi_latent_attention"):
         return _latent_attention(config, seq_length)
@@ -172,13 +171,11 @@ def _latent_attention(config: Mapping[str, Any], seq_length: int) -> float:
 
 
 def _mlp(config: Mapping[str, Any], seq_length: int) -> float:
-    """Products per token of an MLP."""
     hidden = config["hidden_size"]
     return float(_matrices(config) * hidden * (config.get("ffn_hidden_size") or 4 * hidden))
 
 
 def _experts(config: Mapping[str, Any], seq_length: int) -> float:
-    """Products per token of one layer's experts."""
     hidden = config["hidden_size"]
     width = config.get("moe_ffn_hidden_size") or config.get("ffn_hidden_size") or 4 * hidden
     shared = config.get("moe_shared_expert_intermediate_size") or 0

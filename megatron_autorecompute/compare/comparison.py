@@ -194,20 +194,13 @@ class Comparison:
         return json_records.load(cls, path, major=SCHEMA_VERSION)
 
 
-def read_text(path: Path) -> bytes:
-    """The training text.
-
-    Raises:
-        MachineError: it cannot be read.
-    """
+def read_text(path: Path, shape: Shape) -> bytes:
+    """The training text. Raises MachineError if it cannot be read, or is shorter than one
+    microbatch."""
     try:
-        return path.read_bytes()
+        text = path.read_bytes()
     except OSError as error:
         raise MachineError(f"Cannot read the text {path}: {error.strerror}.") from error
-
-
-def check_length(text: bytes, shape: Shape) -> None:
-    """Raises MachineError for a text that is shorter than one microbatch."""
     needed = (shape.seq_length + 1) * shape.micro_batch_size
     if len(text) < needed:
         raise MachineError(
@@ -215,3 +208,4 @@ def check_length(text: bytes, shape: Shape) -> None:
             f"sequences of {shape.seq_length} tokens needs {needed}. Give a longer file with "
             "--text."
         )
+    return text

@@ -31,7 +31,6 @@ from megatron_autorecompute.compare.comparison import (
     NotTried,
     Shape,
     StrategyResult,
-    check_length,
     needless,
     read_text,
 )
@@ -160,7 +159,7 @@ def run(settings: Settings, console: Console) -> Path:
             the folder.
         KeyboardInterrupt: with what became of the folder's files.
     """
-    check_length(read_text(Path(settings.text or __file__)), settings.shape)
+    read_text(Path(settings.text or __file__), settings.shape)
     folder = _folder(settings)
     comparison = Comparison(budget_bytes=None)
     try:
@@ -316,7 +315,8 @@ def _compare(settings: Settings, tell: Callable[[Any], None]) -> None:
 
     # With biases, which few current models have, Megatron's own recompute of mlp never ends.
     variant = Variant({"add_bias_linear": False})
-    job = TrainingJob(settings.shape, read_text(Path(settings.text or __file__)), variant)
+    text = read_text(Path(settings.text or __file__), settings.shape)
+    job = TrainingJob(settings.shape, text, variant)
     contest = Contest(settings, job, tell)
     contest.warm_up()
     contest.anchors()
