@@ -280,14 +280,17 @@ def _begun_early(plan: Plan) -> Iterator[str]:
 def stages_explained(plan: Plan) -> RenderableType:
     """The binding moment of each stage, and the parts of its peak."""
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
-    graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
 
     def of_peak(header: str, part: str) -> Column:
-        return Column(header, lambda cost: unit.text(getattr(cost.peak.breakdown, part)))
+        def text(cost: StageCost) -> str:
+            size_bytes = getattr(cost.peak.breakdown, part)
+            return unit.text(size_bytes) if size_bytes else ""
+
+        return Column(header, text)
 
     columns = (
         Column("stage", lambda cost: str(cost.stage)),
-        *(of_peak(*each) for each in PEAK_PARTS[: None if graphs else -1]),
+        *(of_peak(*each) for each in PEAK_PARTS),
         of_peak(f"peak\n{unit.name}", "total_bytes"),
     )
     parts: list[RenderableType] = [rows(columns, plan.cost.stages)]
@@ -299,15 +302,6 @@ def stages_explained(plan: Plan) -> RenderableType:
                 f"bound by {evidence.binding}"
             )
         )
-        if cost.host_bytes:
-            copied = unit.text(cost.peak.breakdown.copy_bytes)
-            parts.append(
-                Text(
-                    f"stage {evidence.stage}: backwards wait {cost.stall_ms:,.1f} ms for copies; "
-                    f"up to {unit.text(cost.host_bytes)} {unit.name} in host memory; {copied} "
-                    f"{unit.name} of the peak wait to leave, stay, or came back early"
-                )
-            )
     parts += [Text(line) for line in _begun_early(plan)]
     parts += map(Text, filter(None, [binds(plan)]))
     parts += [Text(note) for note in plan.notes if note.startswith(WITH_OFFLOAD)]

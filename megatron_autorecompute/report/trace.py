@@ -35,7 +35,11 @@ def trace_json(plan: Plan) -> str:
 def trace(plan: Plan) -> dict[str, Any]:
     """The trace: its events, and in `otherData` what the plan says and a job measured."""
     stages = timeline(plan).stages
-    ends = {place: end for stage in stages for place, end in _ends_ns(stage, len(stages))}
+    ends: dict[Place, int] = {}
+    for one in stages:
+        columns = one.backward, one.chunk * len(stages) + one.stage, one.microbatch
+        places = zip(*(column.tolist() for column in columns), strict=True)
+        ends |= zip(places, map(_ns, one.end_ms.tolist()), strict=True)
     events = chain.from_iterable(_stage(plan, stage, ends) for stage in stages)
     measured = plan.profile.measured_step
     about = {
@@ -45,13 +49,6 @@ def trace(plan: Plan) -> dict[str, Any]:
         "measured_step": None if measured is None else asdict(measured),
     }
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": list(events)}
-
-
-def _ends_ns(stage: StageTimeline, num_stages: int) -> Iterator[tuple[Place, int]]:
-    """The end of each event, by what the event is."""
-    columns = stage.backward, stage.chunk * num_stages + stage.stage, stage.microbatch
-    places = zip(*(column.tolist() for column in columns), strict=True)
-    return zip(places, map(_ns, stage.end_ms.tolist()), strict=True)
 
 
 def _stage(plan: Plan, stage: StageTimeline, ends: dict[Place, int]) -> Iterator[TraceEvent]:
