@@ -68,7 +68,7 @@ LIMITS = {
 RECORD, TABLE = "comparison.json", "comparison.md"
 PICTURE, PLAN, PAGE = "comparison.png", "plan.json", "plan.html"
 FILES = (RECORD, TABLE, PICTURE, PLAN, PAGE)
-POLL_S = 0.2
+POLL_S = 0.05
 """Seconds between two looks at what the ranks said."""
 CORRECTIONS = 3
 """How often a plan whose measured peak exceeds the budget is corrected."""
