@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Group
@@ -12,7 +10,6 @@ from rich.text import Text
 
 from megatron_autorecompute.compare.comparison import Comparison, Family, StrategyResult
 from megatron_autorecompute.report.chart import Point, chart
-from megatron_autorecompute.report.figures import save_picture
 from megatron_autorecompute.units import MIB
 
 _COLOUR: dict[Family, str] = {
@@ -111,11 +108,6 @@ def fits(comparison: Comparison, strategy: StrategyResult) -> str:
     if comparison.budget_bytes is None:
         return ""
     return "NO" if comparison.exceeds(strategy) else "yes"
-
-
-def picture(comparison: Comparison, path: Path) -> None:
-    """Draw `chart_of` to a file. Raises: ProfileError if the file cannot be written."""
-    save_picture(chart_of(comparison), path)
 
 
 def chart_of(comparison: Comparison) -> Figure:

@@ -34,7 +34,7 @@ from megatron_autorecompute.compare.comparison import (
     needless,
     read_text,
 )
-from megatron_autorecompute.compare.rendering import markdown, picture, table
+from megatron_autorecompute.compare.rendering import chart_of, markdown, table
 from megatron_autorecompute.errors import (
     AutorecomputeError,
     InfeasibleError,
@@ -54,6 +54,7 @@ from megatron_autorecompute.planner.search.stage_problem import EARLY
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
 from megatron_autorecompute.report.data import report_data
+from megatron_autorecompute.report.figures import save_picture
 from megatron_autorecompute.report.html import html
 from megatron_autorecompute.units import GIB, MOST_GIB, gib
 
@@ -146,7 +147,7 @@ def write_report(comparison: Comparison, folder: Path) -> None:
     Raises: ProfileError if it cannot.
     """
     if comparison.rows():
-        picture(comparison, folder / PICTURE)
+        save_picture(chart_of(comparison), folder / PICTURE)
         if (folder / PLAN).exists():
             write_atomically(html(report_data(Plan.load(folder / PLAN))), folder / PAGE)
 
