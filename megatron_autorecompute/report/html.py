@@ -26,7 +26,6 @@ from megatron_autorecompute.report.words import (
     by_room,
     came_from,
     duration,
-    percent,
     proof,
     size,
 )
@@ -61,7 +60,7 @@ def html(data: ReportData) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    files.filters |= {"size": size, "duration": duration, "percent": percent}
+    files.filters |= {"size": size, "duration": duration, "percent": "{:.2%}".format}
     return files.get_template("plan.html").render(
         data=data,
         plan=plan,
