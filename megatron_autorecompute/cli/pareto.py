@@ -10,7 +10,7 @@ from dataclasses import asdict
 from rich.console import Group
 from rich.text import Text
 
-from megatron_autorecompute.cli.command import MOST_POINTS, Command, at_least, picture
+from megatron_autorecompute.cli.command import Command, at_least, picture
 from megatron_autorecompute.cli.output import add_json, check_output, console, print_result
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
 from megatron_autorecompute.report import terminal
@@ -28,7 +28,7 @@ class ParetoCommand(Command):
         add_problem(parser)
         parser.add_argument(
             "--points",
-            type=at_least(1, MOST_POINTS),
+            type=at_least(1, 4096),
             default=64,
             metavar="N",
             help="number of budgets at even distances (default: 64)",

@@ -31,8 +31,6 @@ RECORD = "torch.cuda.memory._record_memory_history() before the step"
 BACKWARD_CALLS = {"backward", "backward_step", "_engine_run_backward"}
 OPTIMIZERS = {"optim", "optimizer", "optimizers"}
 """Folders of torch's, Megatron's, Apex's and Transformer Engine's optimizers."""
-MOST_POINTS = 4000
-"""The most points of the curve. Of more, the highest in each of so many equal times is kept."""
 OPTIMIZER_SHARE = 0.012
 """Width of the optimizer step in the page's chart, as a share of the step."""
 
@@ -84,10 +82,12 @@ def recorded_step(plan: Plan, path: str | Path, stage: int | None = None) -> Rec
         OptionError: there is no such stage, or there are several and none is given.
     """
     number = _stage(plan, stage)
-    history, own = read_history(path), timeline(plan).stages[number]
+    history, step = read_history(path), timeline(plan)
+    own = step.stages[number]
     pieces = list(_pieces(history, own))
+    curve = _curve(history, own, pieces, step.step_ms)
     moments = tuple(_moment(history, own, piece) for piece in pieces)
-    return RecordedStep(number, history.source, *_curve(history, own, pieces), moments)
+    return RecordedStep(number, history.source, *curve, moments)
 
 
 def _stage(plan: Plan, asked: int | None) -> int:
@@ -145,27 +145,20 @@ def _pieces(history: History, stage: StageTimeline) -> Iterator[_Piece]:
 
 
 def _curve(
-    history: History, stage: StageTimeline, pieces: Sequence[_Piece]
+    history: History, stage: StageTimeline, pieces: Sequence[_Piece], step_ms: float
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Points of the curve: times in ms, and bytes from then on. Every piece is drawn where the plan
     has it, whatever time it took."""
-    recorded, planned, step_ms = list[int](), list[float](), 0.0
+    recorded, planned = list[int](), list[float]()
     for piece in pieces:
         recorded += [history.time_us[at] for at in (piece.recorded.start, piece.recorded.stop - 1)]
         if piece.planned:
-            step_ms = stage.end_ms[piece.planned[-1]]
-            planned += [stage.start_ms[piece.planned[0]], step_ms]
+            planned += [stage.start_ms[piece.planned[0]], stage.end_ms[piece.planned[-1]]]
         else:
             planned += [step_ms, step_ms * (1 + OPTIMIZER_SHARE)]
     whole = slice(pieces[0].recorded.start, pieces[-1].recorded.stop)
     at_ms = np.interp(history.time_us[whole], recorded, np.maximum.accumulate(planned))
-    level = history.level_bytes[whole]
-    if len(level) <= MOST_POINTS:
-        return at_ms, level
-    width = (at_ms[-1] - at_ms[0]) / MOST_POINTS or 1.0
-    columns = np.minimum(((at_ms - at_ms[0]) / width).astype(np.intp), MOST_POINTS - 1)
-    firsts = np.flatnonzero(np.diff(columns, prepend=-1))
-    return at_ms[firsts], np.maximum.reduceat(level, firsts)
+    return at_ms, history.level_bytes[whole]
 
 
 def _moment(history: History, stage: StageTimeline, piece: _Piece) -> Difference:

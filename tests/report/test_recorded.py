@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_autorecompute.errors import OptionError, ProfileError
-from megatron_autorecompute.report.recorded import MOST_POINTS, recorded_step
+from megatron_autorecompute.report.recorded import recorded_step
 from megatron_autorecompute.report.timeline import timeline
 from megatron_autorecompute.units import MIB
 from tests.report.plans import THREE, example_plan, random_plan
@@ -101,15 +101,6 @@ def test_only_folders_of_optimizers_end_a_step(path):
     for entry in recorder.trace:
         entry["frames"] = [*entry["frames"], script] if entry["frames"] else []
     assert recorded_step(plan, dumped(recorder.snapshot(), path), 0).moments
-
-
-def test_many_points_are_fewer_with_the_same_peak(path, monkeypatch):
-    plan = plan_of("moe-16b")
-    whole = recorded(plan, 0, path)
-    monkeypatch.setattr("megatron_autorecompute.report.recorded.MOST_POINTS", 100)
-    fewer = recorded(plan, 0, path)
-    assert len(fewer.at_ms) <= 100 < len(whole.at_ms) <= MOST_POINTS
-    assert fewer.level_bytes.max() == whole.level_bytes.max()
 
 
 # --- which stage ----------------------------------------------------------------------------------
