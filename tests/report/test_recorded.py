@@ -55,6 +55,7 @@ def test_the_curve_is_highest_where_the_plan_is(path):
     assert stage.start_ms[event] - 1e-3 <= highest <= stage.end_ms[event] + 1e-3
     assert step.level_bytes.max() == pytest.approx(plan.cost.stages[1].peak.bytes, abs=ROUNDED)
     assert (np.diff(step.at_ms) >= 0).all()
+    assert step.at_ms[-1] == pytest.approx(timeline(plan).step_ms * 1.012)
 
 
 def test_what_a_layer_keeps_more_shows_in_the_parts_of_the_step(path):
