@@ -134,13 +134,8 @@ def _run(args: Namespace) -> None:
         print(end="", flush=True)  # write errors show here, not when the interpreter ends
     except BrokenPipeError:
         raise
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise MachineError(
-            f"The operating system refused to read or write: {error}. If output is redirected, "
-            "redirect it to a disk with room."
-        ) from error
-    except MemoryError as error:
-        raise MachineError(
-            "This machine has too little memory for this command. Ask for something smaller, or "
-            "use another machine."
+            f"This machine refused, {type(error).__name__}: {error}. Give a path that it can read "
+            "or write, a disk with room, or something that needs less memory."
         ) from error

@@ -195,12 +195,9 @@ class Comparison:
 
 
 def read_text(path: Path, shape: Shape) -> bytes:
-    """The training text. Raises MachineError if it cannot be read, or is shorter than one
+    """The training text. Raises OSError if it cannot be read, MachineError if it is shorter than one
     microbatch."""
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise MachineError(f"Cannot read the text {path}: {error.strerror}.") from error
+    text = path.read_bytes()
     needed = (shape.seq_length + 1) * shape.micro_batch_size
     if len(text) < needed:
         raise MachineError(

@@ -192,15 +192,10 @@ def run(settings: Settings, console: Console) -> Path:
 
 
 def _folder(settings: Settings) -> Path:
-    """The output folder, made; raises MachineError, or OptionError if the text is in it, under a
-    name that is written."""
+    """The output folder, made; raises OptionError if the text is in it, under a name that is
+    written."""
     folder = Path(settings.output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(
-            f"Cannot make the output folder {folder}: {error.strerror}. Give another with --output."
-        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
     if settings.text is not None:
         for name in FILES:
             check_other(folder / name, [settings.text])
