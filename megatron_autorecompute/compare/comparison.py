@@ -195,8 +195,7 @@ class Comparison:
 
 
 def read_text(path: Path, shape: Shape) -> bytes:
-    """The training text. Raises OSError if it cannot be read, MachineError if it is shorter than one
-    microbatch."""
+    """The training text; raises OSError, or MachineError for less than one microbatch."""
     text = path.read_bytes()
     needed = (shape.seq_length + 1) * shape.micro_batch_size
     if len(text) < needed:
