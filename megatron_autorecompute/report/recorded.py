@@ -222,17 +222,12 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _end_blocks(snapshot: dict[str, Any], device: int) -> dict[int, int]:
     """Bytes of the blocks in use when the snapshot was taken, by address; none without segments."""
-    found = {}
-    for segment in snapshot.get("segments", ()):
-        if segment.get("device", device) != device:
-            continue
-        address = segment.get("address", 0)
-        for block in segment["blocks"]:
-            if block.get("state") == "active_allocated":
-                asked = block.get("requested_size") or block["size"]
-                found[block.get("address", address)] = _rounded(asked)
-            address += block["size"]
-    return found
+    return {
+        block["address"]: _rounded(block["requested_size"])
+        for segment in snapshot.get("segments", ())
+        for block in segment["blocks"]
+        if segment["device"] == device and block["state"] == "active_allocated"
+    }
 
 
 def _rounded(size_bytes: int) -> int:
