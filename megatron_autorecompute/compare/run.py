@@ -237,7 +237,8 @@ def messages_of(said: Any, processes: Sequence[Any]) -> Iterator[Any]:
     codes: list[int | None] = [None]
     while None in codes:
         wait([one.sentinel for one in processes if one.exitcode is None], timeout=POLL_S)
-        codes, failed = [one.exitcode for one in processes], None
+        codes = [one.exitcode for one in processes]
+        failed: Exception | None = None
         while not said.empty():
             message = said.get()
             if isinstance(message, Exception):

@@ -60,9 +60,8 @@ def report_data(plan: Plan) -> ReportData:
     """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
     problem = plan.problem()
     others = neighbours_at(problem, plan.policy, range(len(plan.policy.layers)))
-    return ReportData(
-        plan, timeline(plan), tuple(map(tuple, others)), _curve(plan, problem), _pastes(plan)
-    )
+    found = tuple(tuple(each) for each in others)
+    return ReportData(plan, timeline(plan), found, _curve(plan, problem), _pastes(plan))
 
 
 def _curve(plan: Plan, problem: Problem) -> Curve:

@@ -151,7 +151,7 @@ def _curve(
     has it, whatever time it took."""
     recorded, planned = list[int](), list[float]()
     for piece in pieces:
-        recorded += [history.time_us[at] for at in (piece.recorded.start, piece.recorded.stop - 1)]
+        recorded += history.time_us[[piece.recorded.start, piece.recorded.stop - 1]].tolist()
         if piece.planned:
             planned += [stage.start_ms[piece.planned[0]], stage.end_ms[piece.planned[-1]]]
         else:

@@ -107,12 +107,12 @@ def _memory(
     """Counters of the most bytes in an event, or while the stage waits for it: all of them, and
     activations by what they are."""
     parts = {
-        "in flight": stage.in_flight_bytes[event],
-        "embedding, head": stage.outside_bytes[event],
-        "between stages": stage.overhead_bytes[event],
+        "in flight": int(stage.in_flight_bytes[event]),
+        "embedding, head": int(stage.outside_bytes[event]),
+        "between stages": int(stage.overhead_bytes[event]),
     }
     others = stage.static_bytes + sum(parts.values())
-    parts["running chunk"] = 0 if waits else stage.peak_bytes[event] - others
+    parts["running chunk"] = 0 if waits else int(stage.peak_bytes[event]) - others
     yield _counter(stage.stage, "memory GiB", at, {"alive": others + parts["running chunk"]})
     yield _counter(stage.stage, "activations GiB", at, parts)
 
