@@ -60,7 +60,7 @@ def html(data: ReportData) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    files.filters |= {"size": size, "duration": duration, "percent": "{:.2%}".format}
+    files.filters |= {"size": size, "duration": duration, "percent": "{:.1%}".format}
     return files.get_template("plan.html").render(
         data=data,
         plan=plan,
