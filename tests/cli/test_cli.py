@@ -2,7 +2,6 @@ import contextlib
 import io
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report.data import best_points
 from megatron_autorecompute.report.figures import strip_svg
 from megatron_autorecompute.report.terminal import shortened, strip
+from tests.cli.test_shown import on_a_terminal
 from tests.report.snapshots import as_planned, dumped
 
 ROOT = Path(__file__).parents[2]
@@ -278,13 +278,10 @@ def test_no_table_is_cut_off(planned, width, capsys, monkeypatch):
 def test_pareto_shows_how_far_it_is_on_a_terminal_only():
     few = ["--pp", "2", "--num-microbatches", "4", "--points", "3"]
     words = ["pareto", "--profile", str(PROFILES / "moe-16b.json"), *few, "--json"]
-    terminal, end = pty.openpty()
-    ran = subprocess.run([*COMMAND, *words], stdout=subprocess.PIPE, stderr=end, check=True)
-    os.close(end)
-    assert b"Megatron's own settings" in os.read(terminal, 1 << 16)
-    os.close(terminal)
-    quiet = subprocess.run([*COMMAND, *words], capture_output=True, check=True)
-    assert (quiet.stdout, quiet.stderr) == (ran.stdout, b"")
+    shown = on_a_terminal(*words)
+    assert "Megatron's own settings" in shown["stderr"]
+    quiet = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=True)
+    assert (quiet.stdout, quiet.stderr) == (shown["stdout"].replace("\r\n", "\n"), "")
 
 
 @pytest.mark.parametrize(
