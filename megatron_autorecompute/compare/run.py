@@ -245,7 +245,9 @@ def messages_of(said: Any, processes: Sequence[Any]) -> Iterator[Any]:
                 failed = failed or message
             else:
                 yield message
-        if dead := [rank for rank, code in enumerate(codes) if code]:
+        for process in processes if failed else ():  # perhaps because another one died
+            process.join(timeout=1)
+        if dead := [rank for rank, one in enumerate(processes) if one.exitcode]:
             raise MachineError(
                 f"Rank {dead[0]} died without a message (killed, or out of host memory). Finished "
                 "strategies are in the output folder; smaller sizes need less memory."
