@@ -270,7 +270,6 @@ def built(case: Case) -> Any:
     """The case's `TrainingJob`, on the device that is there."""
     from megatron.core.models.gpt import gpt_layer_specs
 
-    from megatron_autorecompute.compare.comparison import read_text
     from megatron_autorecompute.compare.workload import TrainingJob, Variant
 
     make = {
@@ -287,7 +286,7 @@ def built(case: Case) -> Any:
         ),
     )
     # A text may be shorter than one microbatch: it is read again and again.
-    text = read_text(TEXT)
+    text = TEXT.read_bytes()
     least = (case.shape.seq_length + 1) * case.shape.micro_batch_size * 4
     return TrainingJob(case.shape, text * (1 + least // len(text)), variant)
 

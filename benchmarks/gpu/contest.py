@@ -238,8 +238,7 @@ class Contest:
         history stay in the folder, for `megatron-autorecompute report PLAN --snapshot HISTORY`.
 
         Returns:
-            Planned and recorded bytes of the step's parts and of layers; None off CUDA, where torch
-            records nothing.
+            Planned and recorded bytes of the step's parts; None off CUDA.
         """
         if not self.job.on_cuda:
             return None
@@ -261,9 +260,7 @@ class Contest:
             "policy": plan.policy.format(),
             "plan": f"{self.case.name}.plan.json",
             "history": history.name,
-            "no_layers": step.no_layers,
             "moments": [asdict(moment) for moment in step.moments],
-            "layers": [asdict(layer) for layer in step.layers],
         }
 
     def rest_ms(self, profile: Profile) -> float:

@@ -33,10 +33,6 @@ class Command(ABC):
         """Run the command and print the result; an AutorecomputeError ends the program."""
 
 
-MOST_POINTS = 1 << 12
-"""Limit on the points of a curve; more cannot be told apart."""
-
-
 def number_of_gib(text: str) -> float:
     """A number of GiB, 0 included."""
     value = _number(text)

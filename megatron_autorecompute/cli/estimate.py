@@ -12,7 +12,6 @@ from rich.console import Group
 from rich.text import Text
 
 from megatron_autorecompute import json_records
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command, at_least, number_of_gib
 from megatron_autorecompute.cli.jobs import add_gpu, add_job, named_gpu, read_job
 from megatron_autorecompute.cli.output import (
@@ -78,7 +77,7 @@ class EstimateCommand(Command):
         measured = Profile.load(args.measured) if args.measured else None
         if measured is not None:
             measured_kinds(measured)  # refused before the work
-        with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
+        with console(stderr=True).status(f"{job.name}: starting") as status:
             # Loads torch and Megatron, which only this needs.
             from megatron_autorecompute.meta.profiling import profile_job
 
@@ -126,9 +125,7 @@ def _show_profile(
         print_result(args, profile.to_json(), view)
     if output is not None and not args.json:
         # Not through rich: a wrapped command cannot be pasted.
-        print(
-            streams.printable(f"Written to {output}. Next:\n{plan_command(output, budget_bytes)}")
-        )
+        print(f"Written to {output}. Next:\n{plan_command(output, budget_bytes)}")
 
 
 def budget_words(
@@ -236,7 +233,7 @@ class ProfileCommand(Command):
         job = read_job(args)
         efficiency = read_efficiency(args.efficiency, gpu)
         budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
-        with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
+        with console(stderr=True).status(f"{job.name}: starting") as status:
             profile = profile_on_device(job, where, gpu, efficiency, args.repeats, status.update)
         budget = budget_words(gpu, args.reserve_gib, job)
         _show_profile(args, profile, output, budget_bytes, [budget])

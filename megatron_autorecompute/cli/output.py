@@ -7,16 +7,15 @@ import os
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_autorecompute import json_records
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import file
 from megatron_autorecompute.cli.throughput import throughput_words
 from megatron_autorecompute.errors import OptionError
@@ -60,8 +59,7 @@ def print_result(args: Namespace, data: str, view: RenderableType) -> None:
     if args.json:
         print(data.rstrip("\n"))
     else:
-        # Names in a file move no cursor.
-        console().print(streams.Printable(view))
+        console().print(view)
 
 
 def output_file(args: Namespace) -> Path | None:
@@ -95,11 +93,10 @@ def print_plan(args: Namespace, plan: Plan, beside: Mapping[str, Any] | None = N
     print_result(args, plan.to_json(beside), view)
     if not args.json:
         for line in lines:
-            text = streams.printable(line)
             if line.startswith(("--", "'--", "cfg.")):
-                print(text)  # not through rich: a wrapped line cannot be pasted
+                print(line)  # not through rich: a wrapped line cannot be pasted
             else:
-                console().print(text, markup=False)
+                console().print(line)
 
 
 def progress_bars() -> Progress:
@@ -113,20 +110,6 @@ def progress_bars() -> Progress:
         disable=not where.is_terminal,
         redirect_stdout=sys.stdout.isatty(),
     )
-
-
-@contextmanager
-def shown_progress() -> Iterator[Callable[[str, float], None]]:
-    """A bar for each part of a computation; the function is told the part and its done share."""
-    with progress_bars() as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(what: str, share: float) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what, total=1.0)
-            bars.update(tasks[what], completed=share)
-
-        yield progress
 
 
 @contextmanager

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
+import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.text import Text
 
-from megatron_autorecompute.cli import streams
-from megatron_autorecompute.cli.command import MOST_POINTS, Command, at_least, picture
-from megatron_autorecompute.cli.output import check_output, print_result, shown_progress
+from megatron_autorecompute.cli.command import Command, at_least, picture
+from megatron_autorecompute.cli.output import add_json, check_output, console, print_result
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
-from megatron_autorecompute.planner.plan import ManualResult
-from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
-from megatron_autorecompute.planner.search.manual import may_offload
-from megatron_autorecompute.planner.search.offload import without_offload
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
-
-STRATEGY_FIELDS = ("name", "step_ms", "peak_high_bytes")
-"""The fields of one of Megatron's own settings, as the JSON output names them."""
 
 
 class ParetoCommand(Command):
@@ -39,7 +28,7 @@ class ParetoCommand(Command):
         add_problem(parser)
         parser.add_argument(
             "--points",
-            type=at_least(1, MOST_POINTS),
+            type=at_least(1, 4096),
             default=64,
             metavar="N",
             help="number of budgets at even distances (default: 64)",
@@ -50,33 +39,22 @@ class ParetoCommand(Command):
             metavar="FILE",
             help="also draw the curve and Megatron's own settings; the name says PNG or SVG",
         )
-        form = parser.add_mutually_exclusive_group()
-        form.add_argument("--json", action="store_true", help="print all as JSON, not a table")
-        form.add_argument("--csv", action="store_true", help="print all as CSV, not a table")
+        add_json(parser)
 
     def run(self, args: Namespace) -> None:
         """Print the curve, and draw it if asked; raises as `check_output`."""
         if args.plot:
             check_output(args, args.plot)
         (problem,), asked = problems(args, read_source(args))
-        with shown_progress() as progress:
-            own = partial(progress, "Megatron's own settings")
-            strategies = strategies_of(problem, None, own)
-            budgets = partial(progress, "Budgets")
-            points = best_points(problem, strategies, budgets, num_points=args.points)
-        # None where nothing offloads, or some layers must.
-        without = without_offload(problem) if may_offload(problem) else None
-        apart = [] if without is None else list(pareto(without, args.points))
-        if args.csv:
-            print(as_csv(points, strategies), end="")
-        else:
-            percentile = problem.imbalance_percentile
-            said = [*asked.notes, *terminal.imbalance_lines(problem.profile, percentile)]
-            parts: list[RenderableType] = [terminal.curve_view(points, strategies)]
-            if apart:
-                parts += [Text("Without offload:"), terminal.curve_view(apart, ())]
-            view = Group(*parts, *map(Text, said))
-            print_result(args, as_json(points, strategies, apart), view)
+        with console(stderr=True).status("Megatron's own settings, and budgets"):
+            strategies = strategies_of(problem)
+            points = best_points(problem, strategies, num_points=args.points)
+        percentile = problem.imbalance_percentile
+        said = [*asked.notes, *terminal.imbalance_lines(problem.profile, percentile)]
+        view = Group(terminal.curve_view(points, strategies), *map(Text, said))
+        own = [{k: v for k, v in asdict(each).items() if k != "fits"} for each in strategies]
+        data = {"points": list(map(asdict, points)), "strategies": own}
+        print_result(args, json.dumps(data, indent=1), view)
         if args.plot:
             from megatron_autorecompute.report.chart import curve_chart  # loads matplotlib
             from megatron_autorecompute.report.figures import save_picture
@@ -84,30 +62,4 @@ class ParetoCommand(Command):
             curve = Curve(problem.profile.model.name, points, strategies)
             about = "the best policy for every budget (line), Megatron's own settings (points)"
             save_picture(curve_chart(curve, f"{curve.title}: {about}"), args.plot)
-            streams.say(f"Drawn: {args.plot}.")
-
-
-def as_json(
-    points: Sequence[CurvePoint],
-    strategies: Sequence[ManualResult],
-    without_offload: Sequence[CurvePoint] = (),
-) -> str:
-    """All plans, largest budget first, and all of Megatron's own settings; where layers may
-    offload, also the plans without."""
-    own = [{name: getattr(each, name) for name in STRATEGY_FIELDS} for each in strategies]
-    data = {"points": [asdict(p) for p in points], "strategies": own}
-    if without_offload:
-        data["points_without_offload"] = [asdict(p) for p in without_offload]
-    return json.dumps(data, indent=1)
-
-
-def as_csv(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> str:
-    """The curve and Megatron's own settings as CSV; a setting of Megatron's has no budget."""
-    text = io.StringIO()
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["budget_bytes", "step_ms", "peak_high_bytes", "recompute_policy"])
-    rows.writerows(
-        [p.budget_bytes, p.step_ms, p.peak_high_bytes, p.recompute_policy] for p in points
-    )
-    rows.writerows(["", s.step_ms, s.peak_high_bytes, s.name] for s in strategies)
-    return text.getvalue()
+            print(f"Drawn: {args.plot}.", file=sys.stderr)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import Progress
 from rich.table import Table
 
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command, budgets, sizes
 from megatron_autorecompute.cli.estimate import budget_words, check_lengths, default_budget_bytes
 from megatron_autorecompute.cli.output import (
@@ -137,7 +136,7 @@ def _say_more(args: Namespace, source: Source, output: Path | None) -> None:
             "The profile came with this package; `estimate` makes it again from Megatron's code."
         )
     if output is not None:
-        path = streams.printable(shlex.quote(str(output)))
+        path = shlex.quote(str(output))
         print(f"Written to {path}, the profile with it. Plan again without an estimate:")
         print(f"megatron-autorecompute plan --profile {path} --budget-gib GIB")
 

@@ -6,7 +6,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import percentile
 from megatron_autorecompute.cli.jobs import (
     SOURCES,
@@ -84,7 +83,7 @@ def _of_job(args: Namespace) -> Source:
     profile = recorded(args, gpu)
     if profile is not None:
         return Source([(profile, known_of(profile))], [job.name], job, gpu, recorded=True)
-    with console(stderr=True).status(streams.printable(f"{job.name}: starting")) as status:
+    with console(stderr=True).status(f"{job.name}: starting") as status:
         from megatron_autorecompute.meta.profiling import profile_job  # loads torch and Megatron
 
         profile = profile_job(job, gpu, progress=status.update)

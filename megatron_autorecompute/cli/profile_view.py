@@ -56,15 +56,9 @@ def _made_for(profile: Profile) -> Iterator[str]:
 
 
 def _records(profile: Profile) -> Table:
-    shown_ms = 0.005  # the least that two digits show
-    apart = any(r.communication_ms >= shown_ms for kind in profile.kinds for r in kind.choices)
-
     def in_graphs(row: Any) -> str:
         held_bytes = row[1].graph.held_bytes if row[1].graph else 0
         return _mib(held_bytes) if profile.graphs_of_layers else ""
-
-    def communication(row: Any) -> str:
-        return f"{row[1].communication_ms:.2f}" if apart else ""
 
     named = [(f"{len(k.layers)} {k.name}", r) for k in profile.kinds for r in k.choices]
     norm = [("final norm", profile.final_norm)] if profile.final_norm else []
@@ -72,15 +66,20 @@ def _records(profile: Profile) -> Table:
     columns = (
         Column("layers", lambda row: row[0], left=True),
         Column("choice", lambda row: row[1].choice, left=True),
-        Column("graph MiB", in_graphs, optional=True),
+        Column("graph MiB", in_graphs),
         Column("held MiB", lambda row: _mib(row[1].held_bytes)),
         Column("fwd +MiB", lambda row: _mib(row[1].forward_transient_bytes)),
         Column("bwd +MiB", lambda row: _mib(row[1].backward_transient_bytes)),
         Column("fwd ms", lambda row: f"{row[1].forward_ms:.2f}"),
         Column("bwd ms", lambda row: f"{row[1].backward_ms:.2f}"),
-        Column("comm.", communication, optional=True),
+        Column("comm.", _communication),
     )
     return rows(columns, shown)
+
+
+def _communication(row: Any) -> str:
+    """Nothing for less than two digits show."""
+    return f"{row[1].communication_ms:.2f}" if row[1].communication_ms >= 0.005 else ""
 
 
 def _mib(size_bytes: int) -> str:

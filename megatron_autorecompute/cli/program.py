@@ -8,17 +8,17 @@ codes: 0 done, 2 wrong usage (argparse) or policy, otherwise the `exit_code` of 
 from __future__ import annotations
 
 import importlib
-import re
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import NoReturn
+from contextlib import suppress
+from typing import Any
 
 from megatron_autorecompute import __version__
-from megatron_autorecompute.cli import streams
 from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.errors import AutorecomputeError, MachineError
-from megatron_autorecompute.options import Parser, nearest
+from megatron_autorecompute.options import Parser
 from megatron_autorecompute.packages import needed
 
 PROGRAM = "megatron-autorecompute"
@@ -44,60 +44,63 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
-    streams.prepare()
+    for stream in _open_streams():
+        with suppress(AttributeError):  # not a file's stream
+            stream.reconfigure(errors="backslashreplace")
     name = PROGRAM
     try:
         args = _parsed(sys.argv[1:] if arguments is None else arguments)
         name = f"{PROGRAM} {args.verb}"
         _run(args)
     except AutorecomputeError as error:
-        streams.say(f"{name}: {error}")
+        _say(f"{name}: {error}")
         return error.exit_code
     except BrokenPipeError:  # the reader has seen enough
         return 1
     except KeyboardInterrupt as interrupt:
-        streams.say(": ".join(filter(None, (f"{name}: interrupted", str(interrupt)))))
+        _say(": ".join(filter(None, (f"{name}: interrupted", str(interrupt)))))
         return 130
     finally:
-        streams.give_up()
+        _give_up()
     return 0
+
+
+def _open_streams() -> list[Any]:
+    """Standard output and error, without those that are closed, as by >&-."""
+    return [stream for stream in (sys.stdout, sys.stderr) if stream is not None]
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _give_up() -> None:
+    """Forget what the streams cannot take: the interpreter flushes them once more at its end."""
+    for stream in _open_streams():
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
     words = list(arguments)
-    if words[:1] == ["compare"]:  # which has a parser of its own
-        return Namespace(verb="compare", command=command_of("compare"), flags=words[1:])
     cut = words.index("--") if "--" in words else len(words)
     reader = parser(next((word for word in words[:cut] if word in COMMANDS), None))
     args, unknown = reader.parse_known_args(words[:cut])
     verb = vars(args).pop("parser")
     if unknown:
-        _refuse(verb, unknown)
+        verb.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.megatron_flags = words[cut + 1 :]
     if args.megatron_flags and not args.command.takes_megatron_flags:
         reader.error(f"{' '.join(words[cut:])}: {args.verb} takes nothing after --")
     return args
 
 
-def _refuse(parser: ArgumentParser, unknown: Sequence[str]) -> NoReturn:
-    """End with the arguments that no option takes, and the nearest flag."""
-    said = f"unrecognized arguments: {' '.join(unknown)}"
-    if unknown[0].startswith("--"):
-        flags = re.findall(r"--[a-z-]+", parser.format_help())
-        said += f"; the nearest flag is {nearest(unknown[0].partition('=')[0], flags)}"
-    parser.error(said)
-
-
-class _Parser(Parser):
-    """Prints what was given on the command line without what a terminal would obey."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(streams.printable(message))
-
-
 def parser(name: str | None) -> ArgumentParser:
     """All commands, and the flags of one; `command` of what it parses is the Command."""
-    top = _Parser(
+    top = Parser(
         prog=PROGRAM,
         description="Per-layer activation recompute for Megatron-Core, measured and solved.",
     )
@@ -127,16 +130,11 @@ def _run(args: Namespace) -> None:
     try:
         with needed(args.verb):
             args.command.run(args)
-        sys.stdout.flush()  # write errors show here, not when the interpreter ends
+        print(end="", flush=True)  # write errors show here, not when the interpreter ends
     except BrokenPipeError:
         raise
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         raise MachineError(
-            f"The operating system refused to read or write: {error}. If output is redirected, "
-            "redirect it to a disk with room."
-        ) from error
-    except MemoryError as error:
-        raise MachineError(
-            "This machine has too little memory for this command. Ask for something smaller, or "
-            "use another machine."
+            f"This machine refused, {type(error).__name__}: {error}. Give a path that it can read "
+            "or write, a disk with room, or something that needs less memory."
         ) from error

@@ -47,9 +47,10 @@ def throughput_words(plan: Plan) -> str:
     else:
         every = tokens_per_s * profile.num_gpus
         words.append(f"{every:,.0f} tokens/s on {profile.num_gpus:,} GPUs")
-    config, vocab_size, precision = _model(profile)
-    if config is not None and not profile.model.encoder_layers:
-        with suppress(KeyError, TypeError, ValueError):  # a config written by hand
+    if not profile.model.encoder_layers:
+        # No job, one that another version described, or a config written by hand.
+        with suppress(KeyError, OptionError, TypeError, ValueError):
+            config, vocab_size, precision = _model(profile)
             flops = flops_per_token(config, shape.seq_length, vocab_size) * tokens_per_s
             words.append(f"{flops / 1e12:,.0f} TFLOP/s per GPU")
             with suppress(OptionError):  # of no device in the table
@@ -67,25 +68,20 @@ def _modelled(profile: Profile) -> str:
     return "" if MEASURED in sources else "; times are modelled"
 
 
-def _model(profile: Profile) -> tuple[Mapping[str, Any] | None, int, str]:
-    """The config that a profile records (None for one without, and for frozen weights), rows of the
-    output layer, and the precision of matrix products."""
+def _model(profile: Profile) -> tuple[Mapping[str, Any], int, str]:
+    """The config that a profile records, rows of the output layer, and the precision of matrix
+    products. Raises KeyError for a profile without one, and for frozen weights."""
     facts = profile.model.facts
-    if facts.get("job") is None:
-        config, vocab_size = facts.get("transformer_config"), facts.get("vocab_size")
-        if not isinstance(config, dict) or not isinstance(vocab_size, int):
-            return None, 0, "bf16"
-        pattern = facts.get("hybrid_layer_pattern")
-        whole = {"num_layers": profile.model.num_layers, **config, "hybrid_layer_pattern": pattern}
-        return whole, vocab_size, next((one for one in ("fp4", "fp8") if config.get(one)), "bf16")
-    try:
+    if facts.get("job") is not None:
         job = job_from(facts["job"], "model.facts.job")
-    except OptionError:  # which another version described
-        return None, 0, "bf16"
-    if job.lora_rank:
-        return None, 0, "bf16"
-    precision = next((one for one in ("fp8", "fp4") if one in job.precision), "bf16")
-    return job.config, job.padded_vocab_size, precision
+        if job.lora_rank:
+            raise KeyError("lora_rank")
+        precision = next((one for one in ("fp8", "fp4") if one in job.precision), "bf16")
+        return job.config, job.padded_vocab_size, precision
+    pattern = facts.get("hybrid_layer_pattern")
+    config = {"num_layers": profile.model.num_layers, **facts["transformer_config"]}
+    precision = next((one for one in ("fp4", "fp8") if config.get(one)), "bf16")
+    return config | {"hybrid_layer_pattern": pattern}, facts["vocab_size"], precision
 
 
 def flops_per_token(config: Mapping[str, Any], seq_length: int, padded_vocab_size: int) -> float:
@@ -146,7 +142,6 @@ def _mamba(config: Mapping[str, Any], seq_length: int) -> float:
 
 
 def _attention(config: Mapping[str, Any], seq_length: int) -> float:
-    """Products per token of one layer's attention, projections included."""
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     if config.get("multi_latent_attention"):
         return _latent_attention(config, seq_length)
@@ -172,13 +167,11 @@ def _latent_attention(config: Mapping[str, Any], seq_length: int) -> float:
 
 
 def _mlp(config: Mapping[str, Any], seq_length: int) -> float:
-    """Products per token of an MLP."""
     hidden = config["hidden_size"]
     return float(_matrices(config) * hidden * (config.get("ffn_hidden_size") or 4 * hidden))
 
 
 def _experts(config: Mapping[str, Any], seq_length: int) -> float:
-    """Products per token of one layer's experts."""
     hidden = config["hidden_size"]
     width = config.get("moe_ffn_hidden_size") or config.get("ffn_hidden_size") or 4 * hidden
     shared = config.get("moe_shared_expert_intermediate_size") or 0

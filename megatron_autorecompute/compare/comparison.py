@@ -179,15 +179,10 @@ class Comparison:
 
     def with_result(self, result: StrategyResult) -> Comparison:
         """The comparison with one strategy's result added, or replaced if it has one."""
-        known = [(s.family == "tried", s.name) for s in self.strategies]
-        kept, key = list(self.strategies), (result.family == "tried", result.name)
-        if key in known:
-            kept[known.index(key)] = result
-        else:
-            kept.append(result)
-        order = [*get_args(Family)]
-        kept.sort(key=lambda s: order.index(s.family))
-        return replace(self, strategies=tuple(kept))
+        every = (*self.strategies, result)
+        latest = {(s.family == "tried", s.name): s for s in every}.values()
+        order = get_args(Family)
+        return replace(self, strategies=tuple(sorted(latest, key=lambda s: order.index(s.family))))
 
     def save(self, path: str | Path) -> None:
         """Write the record to a file, as a whole or not at all."""
@@ -199,20 +194,9 @@ class Comparison:
         return json_records.load(cls, path, major=SCHEMA_VERSION)
 
 
-def read_text(path: Path) -> bytes:
-    """The training text.
-
-    Raises:
-        MachineError: it cannot be read.
-    """
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise MachineError(f"Cannot read the text {path}: {error.strerror}.") from error
-
-
-def check_length(text: bytes, shape: Shape) -> None:
-    """Raises MachineError for a text that is shorter than one microbatch."""
+def read_text(path: Path, shape: Shape) -> bytes:
+    """The training text; raises OSError, or MachineError for less than one microbatch."""
+    text = path.read_bytes()
     needed = (shape.seq_length + 1) * shape.micro_batch_size
     if len(text) < needed:
         raise MachineError(
@@ -220,3 +204,4 @@ def check_length(text: bytes, shape: Shape) -> None:
             f"sequences of {shape.seq_length} tokens needs {needed}. Give a longer file with "
             "--text."
         )
+    return text

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Literal
-
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Group
@@ -13,7 +10,6 @@ from rich.text import Text
 
 from megatron_autorecompute.compare.comparison import Comparison, Family, StrategyResult
 from megatron_autorecompute.report.chart import Point, chart
-from megatron_autorecompute.report.figures import save_picture
 from megatron_autorecompute.units import MIB
 
 _COLOUR: dict[Family, str] = {
@@ -39,11 +35,9 @@ def table(comparison: Comparison) -> Group:
     shown = Table(
         title=_budget(comparison), box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False
     )
-    for heading in HEADINGS:
-        number = heading not in ("strategy", "fits")
-        long = heading == "strategy"  # a set of modules: it is folded, and no figure is cut off
-        justify: Literal["left", "right"] = "right" if number else "left"
-        shown.add_column(heading, justify=justify, no_wrap=not long, overflow="fold")
+    shown.add_column(HEADINGS[0], overflow="fold")  # a set of modules: no figure is cut off
+    for heading in HEADINGS[1:]:
+        shown.add_column(heading, justify="right", no_wrap=True)
     policies = Table.grid(Column(overflow="fold"), Column(overflow="fold"), padding=(0, 2))
     for strategy in comparison.rows():
         style = "bold" if strategy.family == "ours" else None
@@ -114,11 +108,6 @@ def fits(comparison: Comparison, strategy: StrategyResult) -> str:
     if comparison.budget_bytes is None:
         return ""
     return "NO" if comparison.exceeds(strategy) else "yes"
-
-
-def picture(comparison: Comparison, path: Path) -> None:
-    """Draw `chart_of` to a file. Raises: ProfileError if the file cannot be written."""
-    save_picture(chart_of(comparison), path)
 
 
 def chart_of(comparison: Comparison) -> Figure:

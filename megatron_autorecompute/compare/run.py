@@ -18,12 +18,11 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.metadata import version
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_autorecompute.compare.comparison import (
     ON_A_GPU,
@@ -32,11 +31,10 @@ from megatron_autorecompute.compare.comparison import (
     NotTried,
     Shape,
     StrategyResult,
-    check_length,
     needless,
     read_text,
 )
-from megatron_autorecompute.compare.rendering import markdown, picture, table
+from megatron_autorecompute.compare.rendering import chart_of, markdown, table
 from megatron_autorecompute.errors import (
     AutorecomputeError,
     InfeasibleError,
@@ -45,9 +43,9 @@ from megatron_autorecompute.errors import (
 )
 from megatron_autorecompute.interrupts import end_with_parent, interrupts_held
 from megatron_autorecompute.json_records import check_other, write_atomically
-from megatron_autorecompute.options import Parser, add_flags, from_flags, option
+from megatron_autorecompute.options import option
 from megatron_autorecompute.packages import lacking_kernels, needed
-from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES
+from megatron_autorecompute.planner.cost.hybrid_pattern import FAMILIES, HybridPattern
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
@@ -56,17 +54,23 @@ from megatron_autorecompute.planner.search.stage_problem import EARLY
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import with_missed_bytes
 from megatron_autorecompute.report.data import report_data
+from megatron_autorecompute.report.figures import save_picture
 from megatron_autorecompute.report.html import html
-from megatron_autorecompute.runtime.host_memory import machine_bytes
 from megatron_autorecompute.units import GIB, MOST_GIB, gib
 
 WARM_UP_STEPS = 2
-LONGEST_S = 7 * 24 * 3600
+LIMITS = {
+    "budget_gib": (0, MOST_GIB),
+    "budget_fraction": (0, 1),
+    "timeout_s": (1, 7 * 24 * 3600),
+    "seed": (0, (1 << 32) - 1),
+}
+"""The least and the most that a number may be; of others 1 is the least."""
 RECORD, TABLE = "comparison.json", "comparison.md"
 PICTURE, PLAN, PAGE = "comparison.png", "plan.json", "plan.html"
 FILES = (RECORD, TABLE, PICTURE, PLAN, PAGE)
-RANK_BYTES = 1 << 28
-"""The least memory of a process that has loaded torch and Megatron."""
+POLL_S = 0.05
+"""Seconds between two looks at what the ranks said."""
 CORRECTIONS = 3
 """How often a plan whose measured peak exceeds the budget is corrected."""
 
@@ -88,42 +92,34 @@ class Settings:
     )
     rounds: int = option(7, "timed steps of every strategy in the table")
     tries: int = option(3, "timed steps of every setting the manual search tries, and of measuring")
-    timeout_s: float = option(600.0, "longest wait for a rank before the comparison gives up")
+    timeout_s: float = option(600.0, "longest wait of a rank for another before it gives up")
 
     def __post_init__(self) -> None:
-        """Raises OptionError for settings with which no comparison can run."""
+        """Raises an AutorecomputeError for settings with which no comparison can run."""
         shape = self.shape
-        for options in (shape, self):
-            for name, value in asdict(options).items():
-                if type(value) is int and name != "seed" and value < 1:
-                    raise _refused(options, name, "it must be at least 1")
-        _check_layers(shape)
+        for name, value in (asdict(shape) | asdict(self)).items():
+            least, most = LIMITS.get(name, (1, 1 << 31))
+            if type(value) in (int, float) and not least <= value <= most:
+                raise _refused(name, value, f"it must be from {least} to {most}")
         if shape.hidden_size % shape.num_attention_heads:
-            raise _refused(
-                shape, "hidden_size", f"it must be a multiple of {shape.num_attention_heads} heads"
-            )
-        if self.budget_gib is not None and not 0 < self.budget_gib < MOST_GIB:
-            raise _refused(self, "budget_gib", f"it must be above 0 and below {MOST_GIB}")
-        if not 0 <= self.budget_fraction <= 1:
-            raise _refused(self, "budget_fraction", "it must be from 0 (full) to 1 (none)")
-        if not 0 < self.timeout_s <= LONGEST_S:
-            raise _refused(self, "timeout_s", f"it must be above 0, and {LONGEST_S} at most")
-        if not 0 <= shape.seed < 1 << 32:
-            raise _refused(shape, "seed", "it must be from 0 to 2^32 - 1")
+            rule = f"it must be a multiple of {shape.num_attention_heads} heads"
+            raise _refused("hidden_size", shape.hidden_size, rule)
+        if shape.pattern is not None:
+            _check_layers(shape.pattern, shape.pipeline_stages)
+        elif shape.num_layers % shape.pipeline_stages:
+            rule = f"it must be a multiple of {shape.pipeline_stages} stages"
+            raise _refused("num_layers", shape.num_layers, rule)
 
 
-def _check_layers(shape: Shape) -> None:
+def _refused(name: str, value: float, rule: str) -> OptionError:
+    return OptionError(f"--{name.replace('_', '-')} {value}: {rule}.")
+
+
+def _check_layers(pattern: HybridPattern, num_stages: int) -> None:
     """Raise an AutorecomputeError for layers that cannot be trained here, or in these stages."""
-    if shape.pattern is None:
-        if shape.num_layers % shape.pipeline_stages:
-            raise _refused(
-                shape, "num_layers", f"it must be a multiple of {shape.pipeline_stages} stages"
-            )
-        return
-    Layout.from_pattern(shape.pattern, shape.pipeline_stages, 1)
-    text = str(shape.pattern)
-    for position, symbol in enumerate(text):
-        shown = f"--hybrid-layer-pattern {text!r:.200}: {symbol!r} at position {position}"
+    Layout.from_pattern(pattern, num_stages, 1)
+    for symbol in sorted({*str(pattern)}):
+        shown = f"--hybrid-layer-pattern {str(pattern)!r:.200}: {symbol!r}"
         if symbol in "GD+":
             raise OptionError(
                 f"{shown}: the comparison has no sizes for {FAMILIES[symbol]} layers. Give "
@@ -136,49 +132,7 @@ def _check_layers(shape: Shape) -> None:
             )
 
 
-def _refused(options: Any, name: str, rule: str) -> OptionError:
-    return OptionError(f"--{name.replace('_', '-')} {getattr(options, name)}: {rule}.")
-
-
-# --- the parent -----------------------------------------------------------------------------------
-
-
-def compare(arguments: Sequence[str], console: Console, prog: str) -> Path:
-    """Run the comparison and print its table; returns the folder with its files.
-
-    Raises:
-        AutorecomputeError: it cannot run or be saved; finished results are in the folder.
-        KeyboardInterrupt: with what became of the folder's files.
-    """
-    settings = parse(arguments, prog)
-    folder = Path(settings.output)
-    comparison = run(settings, console)
-    console.print(table(comparison))  # though the disk may be full by now
-    write_report(comparison, folder)
-    return folder
-
-
-def write_report(comparison: Comparison, folder: Path) -> None:
-    """Draw what was measured, and write the page of the folder's plan, if there is one.
-
-    Raises: ProfileError if it cannot.
-    """
-    if comparison.rows():
-        picture(comparison, folder / PICTURE)
-    if comparison.rows() and (folder / PLAN).exists():
-        write_atomically(html(report_data(Plan.load(folder / PLAN))), folder / PAGE)
-
-
-def parse(arguments: Sequence[str], prog: str = "compare") -> Settings:
-    """The settings from the command line; defaults depend on whether there is a GPU."""
-    parser = Parser(prog=prog, description=__doc__)
-    add_flags(parser, Settings)
-    add_flags(parser, Shape, _default_shape())
-    parsed = parser.parse_args(arguments)
-    return from_flags(Settings, parsed, shape=from_flags(Shape, parsed))
-
-
-def _default_shape() -> Shape:
+def default_shape() -> Shape:
     """A step of about a second, with activations much larger than the parameters."""
     if version("torch").endswith("+cpu"):  # known without loading it, which takes seconds
         return Shape()
@@ -187,28 +141,30 @@ def _default_shape() -> Shape:
     return ON_A_GPU if torch.cuda.is_available() else Shape()
 
 
-def run(settings: Settings, console: Console) -> Comparison:
-    """Start the ranks, receive their results, and save every finished part.
+def write_report(comparison: Comparison, folder: Path) -> None:
+    """Draw what was measured, and write the page of the folder's plan, if there is one.
+
+    Raises: ProfileError if it cannot.
+    """
+    if comparison.rows():
+        save_picture(chart_of(comparison), folder / PICTURE)
+        if (folder / PLAN).exists():
+            write_atomically(html(report_data(Plan.load(folder / PLAN))), folder / PAGE)
+
+
+def run(settings: Settings, console: Console) -> Path:
+    """Run the comparison and print its table; returns the folder with its files.
 
     Raises:
-        AutorecomputeError: a rank raised it; finished results are in the output folder.
+        AutorecomputeError: it cannot run or be saved, or a rank raised it; finished results are in
+            the folder.
+        KeyboardInterrupt: with what became of the folder's files.
     """
-    check_length(read_text(Path(settings.text or __file__)), settings.shape)
+    read_text(Path(settings.text or __file__), settings.shape)
     folder = _folder(settings)
-    _check_memory(settings.shape.pipeline_stages)
     comparison = Comparison(budget_bytes=None)
-    progress_bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        refresh_per_second=2,  # of the ranks' cores
-    )
     try:
-        with from_ranks(settings) as messages, progress_bar as progress:
-            task = progress.add_task("starting Megatron", total=None)
+        with from_ranks(settings) as messages, Console(stderr=True).status("starting") as status:
             for message in messages:
                 if isinstance(message, Comparison):
                     message.save(folder / RECORD)
@@ -221,8 +177,7 @@ def run(settings: Settings, console: Console) -> Comparison:
                 elif isinstance(message, Plan):
                     message.save(folder / PLAN)
                 else:
-                    text, done, total = message
-                    progress.update(task, description=text, completed=done, total=total)
+                    status.update(message)
     except BaseException as error:
         with suppress(AutorecomputeError):  # the first error is the one to tell
             write_report(comparison, folder)
@@ -231,117 +186,85 @@ def run(settings: Settings, console: Console) -> Comparison:
             nothing = f"nothing was finished; {folder} is as it was"
             raise KeyboardInterrupt(f"{done if comparison.rows() else nothing}.") from None
         raise
-    return comparison
+    console.print(table(comparison))  # though the disk may be full by now
+    write_report(comparison, folder)
+    return folder
 
 
 def _folder(settings: Settings) -> Path:
-    """The output folder, made; raises MachineError, or OptionError if the text is in it, under a
-    name that is written."""
+    """The output folder, made; raises OptionError if the text is in it, under a name that is
+    written."""
     folder = Path(settings.output)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MachineError(
-            f"Cannot make the output folder {folder}: {error.strerror}. Give another with --output."
-        ) from error
+    folder.mkdir(parents=True, exist_ok=True)
     if settings.text is not None:
         for name in FILES:
             check_other(folder / name, [settings.text])
     return folder
 
 
-def _check_memory(num_processes: int) -> None:
-    """Raise MachineError where so many ranks cannot even load what they run."""
-    needed_bytes = num_processes * RANK_BYTES
-    if needed_bytes > machine_bytes():
-        raise MachineError(
-            f"--pipeline-stages {num_processes}: so many processes take {gib(needed_bytes)} GiB "
-            f"before they train; this machine has {gib(machine_bytes())} GiB. Give fewer stages."
-        )
-
-
 @contextmanager
 def from_ranks(settings: Settings) -> Iterator[Iterator[Any]]:
     """One process per rank, and what they say; all of them end with the block."""
     context = multiprocessing.get_context("spawn")
-    processes, readers = [], {}
+    said = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        for rank in range(settings.shape.pipeline_stages):
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(writer, rank, settings, f"{folder}/store"), daemon=True
+        processes = [
+            context.Process(
+                target=_rank_main, args=(said, rank, settings, f"{folder}/store"), daemon=True
             )
-            with interrupts_held():  # Ctrl-C is the parent's
+            for rank in range(settings.shape.pipeline_stages)
+        ]
+        with interrupts_held():  # Ctrl-C is the parent's
+            for process in processes:
                 process.start()
-            writer.close()  # only the child's copy is left, so reading ends if it dies
-            readers[reader] = rank
-            processes.append(process)
         try:
-            yield messages_of(readers, settings.timeout_s)
+            yield messages_of(said, processes)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def messages_of(readers: dict[Connection, int], timeout_s: float) -> Iterator[Any]:
-    """The ranks' messages until all are done; raises the error of the first that fails."""
-    pending = dict(readers)
-    while pending:
-        ready = cast(list[Connection], wait(list(pending), timeout=timeout_s))
-        if not ready:
-            raise MachineError(
-                f"No message from ranks {sorted(pending.values())} for {timeout_s:.0f} s; a slower "
-                "machine needs a longer --timeout-s."
-            )
-        for reader in ready:
-            rank = pending[reader]
-            try:
-                message = reader.recv()
-            except (EOFError, OSError):  # between two messages, or within one
-                raise _died(rank) from None
-            if isinstance(message, BaseException):
-                # The death of another one is why this one fails.
-                dead = [pending[one] for one in pending if one is not reader and _is_dead(one)]
-                raise _died(dead[0]) if dead else message
-            if message is None:
-                del pending[reader]
+def messages_of(said: Any, processes: Sequence[Any]) -> Iterator[Any]:
+    """The ranks' messages until all have ended.
+
+    Args:
+        said: their queue.
+        processes: theirs, by rank.
+
+    Raises the error of the first that fails, MachineError for one that dies: then others fail too.
+    """
+    codes: list[int | None] = [None]
+    while None in codes:
+        wait([one.sentinel for one in processes if one.exitcode is None], timeout=POLL_S)
+        codes = [one.exitcode for one in processes]
+        failed: Exception | None = None
+        while not said.empty():
+            message = said.get()
+            if isinstance(message, Exception):
+                failed = failed or message
             else:
                 yield message
+        for process in processes if failed else ():  # perhaps because another one died
+            process.join(timeout=1)
+        if dead := [rank for rank, one in enumerate(processes) if one.exitcode]:
+            raise MachineError(
+                f"Rank {dead[0]} died without a message (killed, or out of host memory). Finished "
+                "strategies are in the output folder; smaller sizes need less memory."
+            )
+        if failed:
+            raise failed
 
 
-def _died(rank: int) -> MachineError:
-    return MachineError(
-        f"Rank {rank} died without a message (killed, or out of host memory). Finished strategies "
-        "are in the output folder; smaller sizes need less memory."
-    )
-
-
-def _is_dead(reader: Connection) -> bool:
-    """Whether a rank has ended and did not say why."""
-    try:
-        while reader.poll():
-            if isinstance(reader.recv(), BaseException):
-                return False
-    except (EOFError, OSError):
-        return True
-    return False
-
-
-# --- a rank ---------------------------------------------------------------------------------------
-
-
-def _rank_main(writer: Connection, rank: int, settings: Settings, store_path: str) -> None:
+def _rank_main(said: Any, rank: int, settings: Settings, store_path: str) -> None:
     end_with_parent()
-    tell = writer.send if rank == 0 else lambda message: None
     try:
         with needed("The comparison"), _distributed(rank, settings, store_path):
-            _compare(settings, tell)
-        writer.send(None)
+            _compare(settings, said.put if rank == 0 else lambda message: None)
     except AutorecomputeError as error:
-        writer.send(error)
+        said.put(error)
     except Exception:
-        writer.send(MachineError(f"Rank {rank} failed:\n{traceback.format_exc()}"))
+        said.put(MachineError(f"Rank {rank} failed:\n{traceback.format_exc()}"))
 
 
 @contextmanager
@@ -391,7 +314,8 @@ def _compare(settings: Settings, tell: Callable[[Any], None]) -> None:
 
     # With biases, which few current models have, Megatron's own recompute of mlp never ends.
     variant = Variant({"add_bias_linear": False})
-    job = TrainingJob(settings.shape, read_text(Path(settings.text or __file__)), variant)
+    text = read_text(Path(settings.text or __file__), settings.shape)
+    job = TrainingJob(settings.shape, text, variant)
     contest = Contest(settings, job, tell)
     contest.warm_up()
     contest.anchors()
@@ -410,12 +334,10 @@ class Contest:
         self.tell = tell
         self.comparison = Comparison(None, job=settings.shape, machine=_machine())
         self.done = 0
-        self.total = WARM_UP_STEPS + 4 + (1 + settings.tries) * (len(self.job.own_settings()) + 3)
-        self.total += 6 * settings.rounds
 
     def _step(self, text: str) -> None:
         self.done += 1
-        self.tell((text, self.done, max(self.done, self.total)))
+        self.tell(f"step {self.done}, {text}")
 
     def _note(self, result: StrategyResult) -> None:
         self.comparison = self.comparison.with_result(result)
@@ -474,7 +396,8 @@ class Contest:
         for text in self.job.own_settings():
             name, policy = text.removeprefix("megatron:"), self.job.policy(text)
             if reason := needless(policy, policies):
-                self._pass_over(name, reason)
+                not_tried = (*self.comparison.not_tried, NotTried(name, reason))
+                self.comparison = replace(self.comparison, not_tried=not_tried)
                 continue
             result = known.get(text) or self._measured(name, "tried", text)
             result = replace(result, name=name, family="tried")
@@ -495,11 +418,6 @@ class Contest:
                 search_s=time.perf_counter() - begin,
             )
         )
-
-    def _pass_over(self, name: str, reason: str) -> None:
-        self.total -= 1 + self.settings.tries
-        not_tried = (*self.comparison.not_tried, NotTried(name, reason))
-        self.comparison = replace(self.comparison, not_tried=not_tried)
 
     def _timed(self, result: StrategyResult, steps: int) -> StrategyResult:
         import torch

@@ -29,7 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_autorecompute import megatron_fields
-from megatron_autorecompute.compare.comparison import Shape, check_length
+from megatron_autorecompute.compare.comparison import Shape
 from megatron_autorecompute.compat import (
     checkpoints,
     layer_modules,
@@ -326,7 +326,6 @@ def _wrapped(config: TransformerConfig, model: GPTModel | HybridModel) -> Distri
 
 def _batches(shape: Shape, text: bytes, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
     """Endless consecutive windows of the text: `GPTModel.forward`'s arguments, [b, s] each."""
-    check_length(text, shape)
     window = shape.seq_length + 1
     count = shape.micro_batch_size
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)

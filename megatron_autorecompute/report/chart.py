@@ -128,8 +128,6 @@ def _line(axes: Axes, places: Sequence[tuple[float, float]], taken: list[Bbox]) 
     """The line as steps: a plan is best for all budgets up to the next faster plan's."""
     (left, right), (first, _) = axes.get_xlim(), places[0]
     axes.axvspan(left, first, color="#e6e9ec", lw=0, zorder=0, gid="@no-fit", clip_on=False)
-    if first - left > 0.065 * (right - left):
-        axes.text(0.005, 0.03, "no policy fits", transform=axes.transAxes, color=QUIET, size=SMALL)
     xs, ys = map(list, zip(*places, (right, places[-1][1]), strict=True))
     axes.step(xs, ys, where="post", color="#0072b2", lw=2, gid="@line", clip_on=False)
     levels = zip(xs, ys, xs[1:], strict=False)

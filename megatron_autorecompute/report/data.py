@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -13,15 +13,11 @@ from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
 from megatron_autorecompute.planner.search.neighbours import Neighbour, neighbours_at
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.policy import WHOLE
 from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
 
 CURVE_POINTS = 24
-
-Progress = Callable[[str, float], None]
-"""A function that is told what is being computed, and the share of it that is done (0 to 1)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,43 +56,27 @@ class ReportData:
     """A sentence on bubble and throughput; empty for none."""
 
 
-def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> ReportData:
+def report_data(plan: Plan) -> ReportData:
     """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
     problem = plan.problem()
-    return ReportData(
-        plan,
-        timeline(plan),
-        tuple(_others(plan, problem, lambda share: progress("Other choices", share))),
-        _curve(plan, problem, progress),
-        _pastes(plan),
-    )
+    others = neighbours_at(problem, plan.policy, range(len(plan.policy.layers)))
+    found = tuple(tuple(each) for each in others)
+    return ReportData(plan, timeline(plan), found, _curve(plan, problem), _pastes(plan))
 
 
-def _others(
-    plan: Plan, problem: Problem, progress: Callable[[float], None]
-) -> Iterator[tuple[Neighbour, ...]]:
-    layers = range(len(plan.policy.layers))
-    for layer, found in enumerate(neighbours_at(problem, plan.policy, layers), start=1):
-        yield tuple(found)
-        progress(layer / len(layers))
-
-
-def _curve(plan: Plan, problem: Problem, progress: Progress) -> Curve:
-    strategies = strategies_of(
-        problem, plan.budget_bytes, lambda share: progress("Megatron's own", share)
-    )
+def _curve(plan: Plan, problem: Problem) -> Curve:
+    strategies = strategies_of(problem, plan.budget_bytes)
     here = CurvePoint(
         max(plan.budget_bytes), plan.cost.step_ms, plan.cost.peak_high_bytes, plan.policy.format()
     )
     known = [here] if len(set(plan.budget_bytes)) == 1 else []
-    points = best_points(problem, strategies, lambda share: progress("Curve", share), known)
+    points = best_points(problem, strategies, known)
     return Curve(plan.profile.model.name, points, strategies, min(plan.budget_bytes), here)
 
 
 def best_points(
     problem: Problem,
     strategies: Iterable[ManualResult],
-    progress: Callable[[float], None],
     known: Iterable[CurvePoint] = (),
     num_points: int = CURVE_POINTS,
 ) -> tuple[CurvePoint, ...]:
@@ -104,7 +84,7 @@ def best_points(
     unbeaten strategies need. `pareto` solves them quickly; the step of a plan is searched further.
     A larger budget is never slower than a smaller one."""
     also = [strategy.peak_high_bytes for strategy in unbeaten(strategies)]
-    solved = pareto(problem, num_points, progress, also)
+    solved = pareto(problem, num_points, also)
     points = {own.budget_bytes: own for own in (*solved, *known)}
     found: list[CurvePoint] = []
     for _, point in sorted(points.items()):
@@ -115,36 +95,23 @@ def best_points(
 
 
 def strategies_of(
-    problem: Problem, budgets: tuple[int, ...] | None, progress: Callable[[float], None]
+    problem: Problem, budgets: tuple[int, ...] | None = None
 ) -> tuple[ManualResult, ...]:
     """Megatron's own settings, without those it refuses or the profile has no records for."""
-    settings, found = manual_settings(problem), []
-    for done, setting in enumerate(settings, start=1):
+    found = []
+    for setting in manual_settings(problem):
         with suppress(PolicyError, ProfileError):
             cost = problem.cost(manual_policy(problem, setting))
             peaks = [stage.peak_high_bytes for stage in cost.stages]
             fits = budgets is None or all(p <= b for p, b in zip(peaks, budgets, strict=True))
             found.append(ManualResult(str(setting), cost.step_ms, max(peaks), fits))
-        progress(done / len(settings))
     return tuple(found)
 
 
 def _pastes(plan: Plan) -> dict[str, str]:
     """Texts to paste: first for the form the job was described in, then for other forms."""
     forms = [job_lines(plan), pretrain_lines(plan, None), bridge_lines(plan, None)]
-    if WHOLE not in plan.policy.layers:
-        forms.append(["Run in Python:", *_python_lines(plan)])
     places = dict[str, str]()
     for where, *lines in filter(None, forms):
         places.setdefault("\n".join(lines), where.rstrip(":"))
     return places
-
-
-def _python_lines(plan: Plan) -> tuple[str, ...]:
-    return (
-        "from megatron_autorecompute import RecomputePolicy, apply",
-        "",
-        f"policy = RecomputePolicy.parse({plan.policy.format()!r}, "
-        f"num_layers={plan.profile.num_layers})",
-        "apply(policy, model)",
-    )

@@ -17,9 +17,8 @@ from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.chart import curve_chart
 from megatron_autorecompute.report.data import ReportData
-from megatron_autorecompute.report.figures import svg
+from megatron_autorecompute.report.figures import strip_svg, svg
 from megatron_autorecompute.report.recorded import Difference
-from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.terminal import best_own_setting
 from megatron_autorecompute.report.timeline import StageTimeline
 from megatron_autorecompute.report.words import (
@@ -27,7 +26,6 @@ from megatron_autorecompute.report.words import (
     by_room,
     came_from,
     duration,
-    percent,
     proof,
     size,
 )
@@ -62,7 +60,7 @@ def html(data: ReportData) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
     )
-    files.filters |= {"size": size, "duration": duration, "percent": percent}
+    files.filters |= {"size": size, "duration": duration, "percent": "{:.1%}".format}
     return files.get_template("plan.html").render(
         data=data,
         plan=plan,

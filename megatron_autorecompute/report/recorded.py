@@ -1,38 +1,38 @@
-"""One recorded training step beside the planned one: the curve, and the largest differences.
+"""One step that torch recorded (`torch.cuda.memory._dump_snapshot`) beside the planned one.
 
 A history can have any number of steps. The stacks of its allocations show which part is a step, and
-which forward or backward each piece of it is: Megatron's `forward_step` and `backward_step`, and
-the optimizer's files. torch runs most of a backward in a thread of its own that has no Python
-stack, so allocations without a stack belong to a backward.
+which forward or backward each piece of it is. torch runs most of a backward in a thread of its own
+that has no Python stack, so allocations without a stack belong to a backward.
+
+torch pickles plain lists, dictionaries, numbers and texts. A file that asks for anything else is
+refused before any of it is made, so reading runs no code from the file. torch is not imported.
 """
 
 from __future__ import annotations
 
 import itertools
+import pickle
 import re
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_autorecompute.errors import OptionError, ProfileError
-from megatron_autorecompute.planner.cost.layout import Chunk
-from megatron_autorecompute.planner.cost.unit_costs import CostTable, Unit
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.report.snapshot import RECORD, Frames, History, read_history
 from megatron_autorecompute.report.timeline import StageTimeline, timeline
 
-MOST_POINTS = 4000
-"""The most points of the curve. Of more, the highest in each of so many equal times is kept."""
-OPTIMIZER_SHARE = 0.012
-"""Width of the optimizer step in the page's chart, as a share of the step."""
+ROUNDING_BYTES = 512
+"""torch's allocator gives whole blocks of this size; a history has the bytes asked for."""
+RECORD = "torch.cuda.memory._record_memory_history() before the step"
 BACKWARD_CALLS = {"backward", "backward_step", "_engine_run_backward"}
-LAYER_FILE = "transformer_layer.py"
 OPTIMIZERS = {"optim", "optimizer", "optimizers"}
 """Folders of torch's, Megatron's, Apex's and Transformer Engine's optimizers."""
+OPTIMIZER_SHARE = 0.012
+"""Width of the optimizer step in the page's chart, as a share of the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,6 @@ class RecordedStep:
     """Bytes allocated from each point's time on."""
     moments: tuple[Difference, ...]
     """Peaks of the step's parts, in order."""
-    layers: tuple[Difference, ...]
-    """Bytes that a layer allocates in its forward and that outlive it, by unit."""
-    no_layers: str
-    """A sentence that says why `layers` is empty; an empty text if there are layers."""
 
 
 def recorded_step(plan: Plan, path: str | Path, stage: int | None = None) -> RecordedStep:
@@ -78,285 +74,203 @@ def recorded_step(plan: Plan, path: str | Path, stage: int | None = None) -> Rec
     Args:
         plan: what was planned.
         path: a file of `torch.cuda.memory._dump_snapshot`.
-        stage: the stage of the process that wrote it; None: by the rank in the file's name.
+        stage: the stage of the process that wrote it; None: the only one.
 
     Raises:
         ProfileError: the file is no snapshot with a history, is damaged, or its stacks do not show
             the stage's forwards and backwards as planned.
-        OptionError: there is no such stage, or the file's name does not tell which one it is.
+        OptionError: there is no such stage, or there are several and none is given.
     """
-    number = _stage(plan, Path(path).name, stage)
+    number = _stage(plan, stage)
     history, step = read_history(path), timeline(plan)
-    own, (kinds, places) = step.stages[number], _said(history)
-    pieces, optimizer = _pieces(_runs(history, kinds), own, history.source)
-    marks = _marks(history, own, pieces)
-    end = pieces[-1].end
-    if optimizer is not None:
-        end = optimizer.end
-        times = history.time_us[[optimizer.begin, end - 1]]
-        marks += zip(times, (step.step_ms, step.step_ms * (1 + OPTIMIZER_SHARE)), strict=True)
-    layers, why = _layers(plan, history, places, own, pieces)
-    return RecordedStep(
-        number,
-        history.source,
-        *_curve(history, pieces[0].begin, end, marks),
-        tuple(_moments(history, own, pieces, optimizer)),
-        layers,
-        why,
-    )
+    own = step.stages[number]
+    pieces = list(_pieces(history, own))
+    curve = _curve(history, own, pieces, step.step_ms)
+    moments = tuple(_moment(history, own, piece) for piece in pieces)
+    return RecordedStep(number, history.source, *curve, moments)
 
 
-# --- which stage ----------------------------------------------------------------------------------
-
-
-def _stage(plan: Plan, name: str, asked: int | None) -> int:
+def _stage(plan: Plan, asked: int | None) -> int:
     stages = plan.layout.num_stages
-    if asked is not None:
-        if asked >= stages:
-            raise OptionError(f"--stage {asked}: the plan has stages 0 to {stages - 1}.")
-        return asked
-    rank = re.search(r"rank[-_]?(\d+)", name)
-    # Ranks of one tensor-parallel group follow each other: the first are of the first stage.
-    if stages == 1 or (rank and int(rank[1]) < plan.profile.parallelism.tensor_parallel):
-        return 0
-    said = f"rank {rank[1]}" if rank else "no rank"
-    raise OptionError(
-        f"{name} names {said}, which does not tell the pipeline stage: give --stage 0 to "
-        f"{stages - 1}."
-    )
-
-
-# --- the step in the history ----------------------------------------------------------------------
+    number = 0 if asked is None and stages == 1 else asked
+    if number is None or number >= stages:
+        raise OptionError(
+            f"--stage {number}: give the pipeline stage of the process that wrote the snapshot; "
+            f"the plan has stages 0 to {stages - 1}."
+        )
+    return number
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Piece:
     """Allocations of one kind in a row, and the frees between them: a piece of a step."""
 
     kind: str
     """`forward`, `backward` or `optimizer`."""
-    begin: int
-    """The history's first event."""
-    end: int
-    """The event after the last."""
-    first: int = 0
-    """The first of the planned events that it is."""
-    last: int = 0
-    """The last of them."""
+    recorded: slice
+    """The history's events."""
+    planned: Sequence[int]
+    """The planned events that they are; none of the optimizer step."""
 
 
-Places = Sequence[tuple[int, ...]]
-"""Of each event: the lines of Megatron's layer on its stack, outermost first; empty outside."""
-
-
-def _said(history: History) -> tuple[list[str], Places]:
-    """What the stacks say of each event: what it belongs to (meaningless for frees), and its place
-    in a layer. Every stack is looked at once."""
-    said = {
-        id(frames): (
-            _kind(frames),
-            tuple(f.line for f in frames[::-1] if f.filename.endswith(LAYER_FILE)),
-        )
-        for frames in {id(frames): frames for frames in history.frames}.values()
-    }
-    kinds, places = zip(*(said[id(frames)] for frames in history.frames), strict=True)
-    return list(kinds), places
-
-
-def _kind(frames: Frames) -> str:
-    """What an allocation belongs to; an empty text if its stack does not tell."""
-    if not any(frame.filename.endswith(".py") for frame in frames):
-        return "backward"
-    names = {frame.name for frame in frames}
-    if names & BACKWARD_CALLS:
-        return "backward"
-    if "forward_step" in names:
-        return "forward"
-    folders = {folder for frame in frames for folder in frame.filename.split("/")[-2:-1]}
-    return "" if folders.isdisjoint(OPTIMIZERS) else "optimizer"
-
-
-def _runs(history: History, kinds: Sequence[str]) -> list[_Run]:
+def _runs(kinds: Sequence[str]) -> Iterator[tuple[str, slice]]:
+    """Each kind of allocations in a row, with the events up to those of the next."""
     begins: list[tuple[str, int]] = []
-    for event in np.flatnonzero(history.change_bytes > 0).tolist():
-        kind = kinds[event]
+    for event, kind in enumerate(kinds):
         if kind and (not begins or begins[-1][0] != kind):
             begins.append((kind, event))
-    ends = [begin for _, begin in begins[1:]] + [len(history.frames)]
-    return [_Run(kind, begin, end) for (kind, begin), end in zip(begins, ends, strict=True)]
+    begins.append(("", len(kinds)))
+    for (kind, begin), (_, end) in itertools.pairwise(begins):
+        yield kind, slice(begin, end)
 
 
-def _planned_runs(stage: StageTimeline) -> list[tuple[str, int, int]]:
-    """The planned events in runs: kind, first and last event."""
-    found = []
-    for backward, events in itertools.groupby(range(len(stage.backward)), stage.backward.item):
-        own = list(events)
-        found.append(("backward" if backward else "forward", own[0], own[-1]))
-    return found
-
-
-def _pieces(
-    runs: Sequence[_Run], stage: StageTimeline, source: str
-) -> tuple[list[_Run], _Run | None]:
+def _pieces(history: History, stage: StageTimeline) -> Iterator[_Piece]:
     """The last whole step: its forwards and backwards as planned, and its optimizer if recorded."""
-    planned = _planned_runs(stage)
-    kinds = "".join(run.kind[0] for run in runs)  # f, b and o
-    wanted = "".join(kind[0] for kind, _, _ in planned)
-    found = re.finditer(rf"(?<![fb])(?={wanted}(o|$))", kinds)
-    whole = max(((bool(one[1]), one.start()) for one in found), default=None)
+    backward = stage.backward.tolist()
+    by_kind = itertools.groupby(range(len(backward)), backward.__getitem__)
+    planned = [list(events) for _, events in by_kind]
+    wanted = "".join("fb"[backward[own[0]]] for own in planned)
+    runs = list(_runs(history.kinds))
+    found = re.finditer(rf"(?<![fb])(?={wanted}(o|$))", "".join(kind[0] for kind, _ in runs))
+    whole = max(((len(one[1]), one.start()) for one in found), default=None)
     if whole is None:
         raise ProfileError(
-            f"{source}: the stacks of allocations show no whole step as stage {stage.stage} has it "
-            f"in the plan. Call {RECORD}, with its default stacks, and give the stage's snapshot."
+            f"{history.source}: the stacks of allocations show no whole step as stage "
+            f"{stage.stage} has it in the plan. Call {RECORD}, with its default stacks, and give "
+            "the stage's snapshot."
         )
-    has_optimizer, at = whole
-    after = at + len(planned)
-    pairs = zip(runs[at:after], planned, strict=True)
-    pieces = [replace(run, first=first, last=last) for run, (_, first, last) in pairs]
-    return pieces, runs[after] if has_optimizer else None
-
-
-# --- beside the plan ------------------------------------------------------------------------------
-
-
-def _marks(
-    history: History, stage: StageTimeline, pieces: Sequence[_Run]
-) -> list[tuple[int, float]]:
-    """Recorded times (µs) and the planned ones (ms) that they are drawn at."""
-    marks = []
-    for piece in pieces:
-        marks.append((history.time_us[piece.begin], stage.start_ms[piece.first]))
-        marks.append((history.time_us[piece.end - 1], stage.end_ms[piece.last]))
-    return marks
+    optimizers, at = whole
+    for (kind, recorded), own in zip(runs[at:], [*planned, *[[]] * optimizers], strict=False):
+        yield _Piece(kind, recorded, own)
 
 
 def _curve(
-    history: History, begin: int, end: int, marks: Sequence[tuple[int, float]]
+    history: History, stage: StageTimeline, pieces: Sequence[_Piece], step_ms: float
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Points of the curve between two events: times in ms, and bytes from then on."""
-    recorded, planned = (np.array(side, np.float64) for side in zip(*marks, strict=True))
-    at_ms = np.interp(history.time_us[begin:end], recorded, np.maximum.accumulate(planned))
-    level = history.level_bytes[begin:end]
-    if len(level) <= MOST_POINTS:
-        return at_ms, level
-    width = (at_ms[-1] - at_ms[0]) / MOST_POINTS or 1.0
-    columns = np.minimum(((at_ms - at_ms[0]) / width).astype(np.intp), MOST_POINTS - 1)
-    firsts = np.flatnonzero(np.diff(columns, prepend=-1))
-    return at_ms[firsts], np.maximum.reduceat(level, firsts)
-
-
-def _moments(
-    history: History, stage: StageTimeline, pieces: Sequence[_Run], optimizer: _Run | None
-) -> Iterator[Difference]:
-    level, peaks = history.level_bytes, stage.peak_bytes
+    """Points of the curve: times in ms, and bytes from then on. Every piece is drawn where the plan
+    has it, whatever time it took."""
+    recorded, planned = list[int](), list[float]()
     for piece in pieces:
-        recorded = int(level[piece.begin : piece.end].max())
-        predicted = int(peaks[piece.first : piece.last + 1].max())
-        yield Difference(_piece_name(stage, piece), predicted, recorded)
-    if optimizer is not None:
+        recorded += history.time_us[[piece.recorded.start, piece.recorded.stop - 1]].tolist()
+        if piece.planned:
+            planned += [stage.start_ms[piece.planned[0]], stage.end_ms[piece.planned[-1]]]
+        else:
+            planned += [step_ms, step_ms * (1 + OPTIMIZER_SHARE)]
+    whole = slice(pieces[0].recorded.start, pieces[-1].recorded.stop)
+    at_ms = np.interp(history.time_us[whole], recorded, np.maximum.accumulate(planned))
+    return at_ms, history.level_bytes[whole]
+
+
+def _moment(history: History, stage: StageTimeline, piece: _Piece) -> Difference:
+    recorded = int(history.level_bytes[piece.recorded].max())
+    if not piece.planned:
         predicted = stage.static_bytes + stage.optimizer_step_peak_bytes
-        recorded = int(level[optimizer.begin : optimizer.end].max())
-        yield Difference("optimizer step", predicted, recorded)
-
-
-def _piece_name(stage: StageTimeline, piece: _Run) -> str:
-    events = range(piece.first, piece.last + 1)
-    of = [str(stage.microbatch[e]) for e in events]
-    if len(stage.units) > 1:
-        of = [f"{name} of chunk {stage.chunk[e]}" for name, e in zip(of, events, strict=True)]
+        return Difference("optimizer step", predicted, recorded)
+    chunks = " of chunk {}" if len(stage.units) > 1 else ""
+    of = [f"{stage.microbatch[e]}{chunks.format(stage.chunk[e])}" for e in piece.planned]
     what = f"microbatch {of[0]}" if len(of) == 1 else f"microbatches {of[0]} to {of[-1]}"
-    return f"{piece.kind} of {what}"
+    predicted = int(stage.peak_bytes[piece.planned].max())
+    return Difference(f"{piece.kind} of {what}", predicted, recorded)
 
 
-# --- by layer -------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a device allocated and freed, an entry for each such event, in order."""
+
+    source: str
+    """The file that was read."""
+    time_us: NDArray[np.int64]
+    """The time of each event, in microseconds of the machine's clock."""
+    level_bytes: NDArray[np.int64]
+    """Allocated bytes after each event, rounded as torch rounds."""
+    kinds: tuple[str, ...]
+    """What an allocation belongs to: `forward`, `backward` or `optimizer`. The text is empty if its
+    stack does not tell, and for a free."""
 
 
-def _layers(
-    plan: Plan,
-    history: History,
-    places: Places,
-    stage: StageTimeline,
-    pieces: Sequence[_Run],
-) -> tuple[tuple[Difference, ...], str]:
-    """Differences by unit, or why there are none.
+def read_history(path: str | Path) -> History:
+    """The history of the device that was used most in the process that wrote the file.
 
-    Stacks do not number the layers. A layer begins where the lines of Megatron's layer begin again;
-    if that gives other numbers of layers than the plan has, nothing is said by layer.
+    Raises: ProfileError if the file cannot be read, is no snapshot, has no history, or contradicts
+        itself.
     """
-    chunks = plan.layout.stages[stage.stage]
-    kept: dict[tuple[int, int], int] = {}
-    for piece in pieces:
-        if piece.kind == "backward":
+    try:
+        with open(path, "rb") as file:
+            snapshot = _PlainUnpickler(file).load()
+        traces = snapshot["device_traces"]
+        device = max(range(len(traces)), key=lambda number: len(traces[number]))
+        return _replayed(traces[device], _end_blocks(snapshot, device), str(path))
+    except OSError as error:
+        raise ProfileError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # damaged pickles raise errors of every class
+        why = f"it lacks {error}" if isinstance(error, LookupError) else str(error)
+        raise ProfileError(
+            f"{path} is no whole snapshot of torch's memory, as {RECORD}, and "
+            f"torch.cuda.memory._dump_snapshot after it, write: {why.partition(chr(10))[0]}."
+        ) from error
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes numbers, texts, lists, tuples, sets and dictionaries, and refuses all other classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(
+            f"it asks for {module}.{name}, and torch pickles only lists, dictionaries, numbers and "
+            "texts. Nothing of it was run"
+        )
+
+
+def _end_blocks(snapshot: dict[str, Any], device: int) -> dict[int, int]:
+    """Bytes of the blocks in use when the snapshot was taken, by address; none without segments."""
+    return {
+        block["address"]: _rounded(block["requested_size"])
+        for segment in snapshot.get("segments", ())
+        for block in segment["blocks"]
+        if segment["device"] == device and block["state"] == "active_allocated"
+    }
+
+
+def _rounded(size_bytes: int) -> int:
+    return -(-size_bytes // ROUNDING_BYTES) * ROUNDING_BYTES
+
+
+def _replayed(trace: list[dict[str, Any]], end_blocks: dict[int, int], source: str) -> History:
+    """Events in order. Bytes count until they are given back (`free_requested`), as in
+    `memory_allocated`."""
+    times, changes, kinds = list[int](), list[int](), list[str]()
+    alive = dict[int, int]()  # bytes by address
+    for entry in trace:
+        if entry["action"] not in ("alloc", "free_requested"):
             continue
-        starts = _layer_starts(places, piece)
-        events = range(piece.first, piece.last + 1)
-        expected = [(e, layer) for e in events for layer in chunks[stage.chunk[e]].layers]
-        if len(starts) != len(expected):
-            return (), (
-                f"The stacks of the {_piece_name(stage, piece)} show {len(starts)} layers where "
-                f"the plan has {len(expected)}, so bytes are not shown by layer."
+        address, size_bytes = entry["addr"], _rounded(entry["size"])
+        if entry["action"] == "free_requested":
+            changes.append(-alive.pop(address, size_bytes))
+            kinds.append("")
+        elif address in alive:
+            raise ValueError(
+                f"it has no frees: address {address:#x} is allocated twice. Record without "
+                "skip_actions"
             )
-        kept |= dict(_kept(history, places, piece, starts, expected))
-    return tuple(_by_unit(plan, stage, kept)), ""
+        else:
+            alive[address] = size_bytes
+            changes.append(size_bytes)
+            kinds.append(_kind(entry.get("frames", ())))
+        times.append(entry["time_us"])
+    if not times:
+        raise ValueError("it has no allocation in its history")
+    start_bytes = sum((end_blocks | alive).values()) - sum(changes)
+    if start_bytes < 0:
+        raise ValueError("it frees more than was allocated")
+    time_us = np.maximum.accumulate(np.array(times, np.int64))
+    return History(source, time_us, start_bytes + np.cumsum(changes), tuple(kinds))
 
 
-def _layer_starts(places: Places, run: _Run) -> list[int]:
-    """The events that begin a layer's forward."""
-    starts: list[int] = []
-    before: tuple[int, ...] = ()
-    for event in range(run.begin, run.end):
-        place = places[event]
-        if place:
-            if not before or place < before:
-                starts.append(event)
-            before = place
-    return starts
-
-
-def _kept(
-    history: History,
-    places: Places,
-    run: _Run,
-    starts: Sequence[int],
-    expected: Sequence[tuple[int, int]],
-) -> Iterator[tuple[tuple[int, int], int]]:
-    """Bytes allocated in each layer's forward that outlive the forward of the microbatch."""
-    for place, (event, layer) in enumerate(expected):
-        begin = starts[place]
-        end = starts[place + 1] if place + 1 < len(starts) else run.end
-        later = (starts[i] for i in range(place + 1, len(starts)) if expected[i][0] != event)
-        over = next(later, run.end)
-        own = [e for e in range(begin, end) if history.freed_at[e] >= over and places[e]]
-        yield (event, layer), int(history.change_bytes[own].sum())
-
-
-def _by_unit(
-    plan: Plan, stage: StageTimeline, kept: dict[tuple[int, int], int]
-) -> Iterator[Difference]:
-    """The median over microbatches of every unit with layers, beside what is planned."""
-    for number, chunk in enumerate(plan.layout.stages[stage.stage]):
-        events = np.flatnonzero(~stage.backward & (stage.chunk == number)).tolist()
-        units = [unit for unit in stage.units[number] if unit.layers]
-        predicted = _made_and_kept(plan, chunk, units)
-        for unit, planned_bytes in zip(units, predicted, strict=True):
-            sums = [sum(kept[e, layer] for layer in unit.layers) for e in events]
-            yield Difference(unit.name, planned_bytes, int(statistics.median(sums)))
-
-
-def _made_and_kept(plan: Plan, chunk: Chunk, units: Sequence[Unit]) -> list[int]:
-    """What each unit holds, with its output where that is held instead of its input.
-
-    A unit allocates its output and not its input; held bytes count the input.
-    """
-    table, policy = CostTable(plan.profile, plan.imbalance_percentile), plan.policy
-    keeps = []
-    for unit in units:
-        record = table.record(unit.layers[0], policy.layers[unit.layers[0]])
-        keeps.append(record is None or record.input_kept)
-    after = [*keeps[1:], chunk.head and plan.profile.head.input_kept][: len(units)]
-    if keeps and not chunk.embedding:
-        keeps[0] = True  # what another stage sent is held whether or not the layer needs it
-    return [
-        unit.held_bytes + plan.profile.boundary_bytes * (behind - own)
-        for unit, own, behind in zip(units, keeps, after, strict=True)
-    ]
+def _kind(calls: Sequence[dict[str, Any]]) -> str:
+    """What an allocation belongs to; an empty text if its stack does not tell."""
+    files, names = {call["filename"] for call in calls}, {call["name"] for call in calls}
+    if names & BACKWARD_CALLS or not any(file.endswith(".py") for file in files):
+        return "backward"
+    if "forward_step" in names:
+        return "forward"
+    folders = {folder for file in files for folder in file.split("/")[-2:-1]}
+    return "" if folders.isdisjoint(OPTIMIZERS) else "optimizer"

@@ -22,7 +22,7 @@ from megatron_autorecompute.planner.search.curve import CurvePoint
 from megatron_autorecompute.planner.search.neighbours import Neighbour
 from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
-from megatron_autorecompute.profile import LayerKind, MeasuredStep, Profile, RankStep
+from megatron_autorecompute.profile import MeasuredStep, Profile, RankStep
 from megatron_autorecompute.report.words import binds, proof
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
@@ -53,14 +53,13 @@ class Column:
     """The text of a row's item."""
     left: bool = False
     """Texts begin at the left; numbers end at the right."""
-    optional: bool = False
-    """The column is left out if none of its rows has a text."""
 
 
 def rows(columns: Sequence[Column], items: Sequence[Any], gap: int = 2) -> Table:
-    """A table with a row for each item, and so many blanks between two columns."""
+    """A table with a row for each item, and so many blanks between two columns, without the columns
+    in which no row has a text."""
     table = Table(box=None, pad_edge=False, padding=(0, gap - gap // 2, 0, gap // 2))
-    shown = [own for own in columns if not own.optional or any(map(own.text, items))]
+    shown = [own for own in columns if any(map(own.text, items))]
     for own in shown:
         table.add_column(own.header, justify="left" if own.left else "right", overflow="fold")
     for item in items:
@@ -80,11 +79,9 @@ def legend(policy: RecomputePolicy) -> dict[LayerPolicy, str]:
     letters, keeps = iter(string.ascii_lowercase), iter("KMNOPQRSTU")
     symbols: dict[LayerPolicy, str] = {NONE: ".", FULL: "F"}
     for choice in policy.layers:
-        alone = replace(choice, group=1, inner=0, rerun_all=False)
-        if choice.granularity != "full":
-            alone = choice
+        whole = choice.granularity == "full"
+        alone = replace(choice, group=1, inner=0, rerun_all=False) if whole else choice
         if alone not in symbols:
-            whole = choice.granularity == "full"
             symbols[alone] = next(keeps if whole else letters)
         symbols[choice] = symbols[alone]
     return {choice: symbols[choice] for choice in policy.layers}
@@ -157,13 +154,12 @@ def measured_step_view(plan: Plan) -> Iterator[RenderableType]:
 
 def _slowest_ranks(step: MeasuredStep) -> list[RankStep]:
     """The rank of each stage that computed longest."""
-    slowest_first = sorted(step.ranks, key=_compute_ms, reverse=True)
-    longest = {rank.stage: rank for rank in reversed(slowest_first)}
+
+    def computed_ms(rank: RankStep) -> float:
+        return (rank.forward_compute_ms or 0.0) + (rank.backward_compute_ms or 0.0)
+
+    longest = {rank.stage: rank for rank in sorted(step.ranks, key=computed_ms)}
     return [longest[stage] for stage in sorted(longest)]
-
-
-def _compute_ms(rank: RankStep) -> float:
-    return (rank.forward_compute_ms or 0.0) + (rank.backward_compute_ms or 0.0)
 
 
 def _ms(value: float | None) -> str:
@@ -219,7 +215,6 @@ def stages_view(plan: Plan, measured_bytes: Sequence[int] | None = None) -> Rend
         Column(
             "measured",
             lambda cost: "" if measured_bytes is None else unit.text(measured_bytes[cost.stage]),
-            optional=True,
         ),
         Column("budget", lambda cost: unit.text(plan.budget_bytes[cost.stage])),
         Column("recompute ms", lambda cost: f"{cost.recompute_ms:.1f}"),
@@ -259,21 +254,13 @@ def imbalance_lines(profile: Profile, percentile: float | None) -> list[str]:
     stated = any(kind.imbalance for kind in profile.kinds)
     if percentile is None:
         most = "the most that was seen in measuring; --imbalance-percentile plans for less"
-        states = "what the profile states is not planned for"
-        said = [(measured, f"planned for {most}"), (stated, states)]
+        said = [(measured, f"planned for {most}")]
+        said += [(stated, "what the profile states is not planned for")]
     else:
         of = f"planned for percentile {percentile:g} of"
-        states = f"{of} what the profile states, {', '.join(_factors(profile.kinds, percentile))}"
-        said = [(measured, f"{of} the measured microbatches"), (stated, states)]
+        said = [(measured, f"{of} the measured microbatches")]
+        said += [(stated, f"{of} what the profile states")]
     return [f"Imbalance: {words}." for holds, words in said if holds]
-
-
-def _factors(kinds: Sequence[LayerKind], percentile: float) -> Iterator[str]:
-    """`moe x 1.25`, with the stated percentile if it differs from the planned one."""
-    for kind in kinds:
-        if point := kind.imbalance_at(percentile):
-            of = "" if point.percentile == percentile else f" (stated for {point.percentile:g})"
-            yield f"{kind.name} x {point.factor:g}{of}"
 
 
 def _begun_early(plan: Plan) -> Iterator[str]:
@@ -293,14 +280,17 @@ def _begun_early(plan: Plan) -> Iterator[str]:
 def stages_explained(plan: Plan) -> RenderableType:
     """The binding moment of each stage, and the parts of its peak."""
     unit = unit_for(cost.peak_high_bytes for cost in plan.cost.stages)
-    graphs = any(cost.peak.breakdown.graph_bytes for cost in plan.cost.stages)
 
     def of_peak(header: str, part: str) -> Column:
-        return Column(header, lambda cost: unit.text(getattr(cost.peak.breakdown, part)))
+        def text(cost: StageCost) -> str:
+            size_bytes = getattr(cost.peak.breakdown, part)
+            return unit.text(size_bytes) if size_bytes else ""
+
+        return Column(header, text)
 
     columns = (
         Column("stage", lambda cost: str(cost.stage)),
-        *(of_peak(*each) for each in PEAK_PARTS[: None if graphs else -1]),
+        *(of_peak(*each) for each in PEAK_PARTS),
         of_peak(f"peak\n{unit.name}", "total_bytes"),
     )
     parts: list[RenderableType] = [rows(columns, plan.cost.stages)]
@@ -312,15 +302,6 @@ def stages_explained(plan: Plan) -> RenderableType:
                 f"bound by {evidence.binding}"
             )
         )
-        if cost.host_bytes:
-            copied = unit.text(cost.peak.breakdown.copy_bytes)
-            parts.append(
-                Text(
-                    f"stage {evidence.stage}: backwards wait {cost.stall_ms:,.1f} ms for copies; "
-                    f"up to {unit.text(cost.host_bytes)} {unit.name} in host memory; {copied} "
-                    f"{unit.name} of the peak wait to leave, stay, or came back early"
-                )
-            )
     parts += [Text(line) for line in _begun_early(plan)]
     parts += map(Text, filter(None, [binds(plan)]))
     parts += [Text(note) for note in plan.notes if note.startswith(WITH_OFFLOAD)]
@@ -342,7 +323,7 @@ def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> Rende
         Column("stage ms", lambda other: f"{other.stage_busy_ms:+.3f}"),
         Column(f"peak {unit.name}", lambda other: unit.change(other.peak_bytes)),
         Column("fits", lambda other: "yes" if other.fits else "no"),
-        Column("tie", lambda other: "=" * other.tie, optional=True),
+        Column("tie", lambda other: "=" * other.tie),
     )
     chosen = plan.policy.layers[layer]
     title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
@@ -372,7 +353,7 @@ def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult])
     )
     left_out = (
         f"{len(ours)} of {len(points)} budgets, {len(theirs)} of {len(strategies)} settings of "
-        "Megatron's own; --json and --csv print all, with whole policies. plan may find a shorter "
+        "Megatron's own; --json prints all, with whole policies. plan may find a shorter "
         "step at a budget."
     )
     return Group(rows(columns, sorted(shown, key=lambda row: -row[0])), Text(left_out))

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from megatron_autorecompute.planner.cost.chunk_columns import ChunkColumns
 from megatron_autorecompute.planner.cost.copies import OffloadedStep, StageCopies
 from megatron_autorecompute.planner.cost.peak_memory import (
-    Breakdown,
     StageBase,
     StageBytes,
     every_moment,
@@ -24,7 +23,6 @@ from megatron_autorecompute.planner.cost.peak_memory import (
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.cost.step_time import event_ends_ms
 from megatron_autorecompute.planner.cost.unit_costs import (
-    OUTSIDE,
     PS_PER_MS,
     CostTable,
     Unit,
@@ -96,32 +94,6 @@ class StageTimeline:
     """Copies to host memory and back. None where nothing leaves."""
     copy_bytes: tuple[Bytes, ...] = ()
     """For each event: the most bytes that copies add to those of records while each unit runs."""
-
-    def bytes_at(self, event: int, unit: int | None) -> Breakdown:
-        """The most bytes alive while a unit of an event runs; None: while the stage waits after
-        the event."""
-        units, backward = self.units[self.chunk[event]], bool(self.backward[event])
-        waits, copied, transient = unit is None, 0, 0
-        begun = () if waits and backward else units
-        if unit is not None:
-            begun, running = units[: unit + 1], units[unit]
-            transient = (running.forward_transient_bytes, running.backward_transient_bytes)[
-                backward
-            ]
-        if self.copies is not None:
-            copied = self.copies.after(event) if unit is None else int(self.copy_bytes[event][unit])
-        layers = sum(u.held_bytes for u in begun if u.name not in OUTSIDE)
-        return Breakdown(
-            static_bytes=self.static_bytes,
-            in_flight_bytes=int(self.in_flight_bytes[event]) + layers * waits,
-            running_bytes=layers * (not waits),
-            transient_bytes=transient,
-            embedding_head_bytes=int(self.outside_bytes[event])
-            + sum(u.held_bytes for u in begun)
-            - layers,
-            overhead_bytes=int(self.overhead_bytes[event]),
-            copy_bytes=copied,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any
 
 from megatron_autorecompute.planner.cost.copies import PS_PER_NS
-from megatron_autorecompute.planner.cost.peak_memory import Breakdown
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.timeline import StageTimeline, timeline
 from megatron_autorecompute.units import GIB
@@ -36,7 +35,11 @@ def trace_json(plan: Plan) -> str:
 def trace(plan: Plan) -> dict[str, Any]:
     """The trace: its events, and in `otherData` what the plan says and a job measured."""
     stages = timeline(plan).stages
-    ends = {place: end for stage in stages for place, end in _ends_ns(stage, len(stages))}
+    ends: dict[Place, int] = {}
+    for one in stages:
+        columns = one.backward, one.chunk * len(stages) + one.stage, one.microbatch
+        places = zip(*(column.tolist() for column in columns), strict=True)
+        ends |= zip(places, map(_ns, one.end_ms.tolist()), strict=True)
     events = chain.from_iterable(_stage(plan, stage, ends) for stage in stages)
     measured = plan.profile.measured_step
     about = {
@@ -46,13 +49,6 @@ def trace(plan: Plan) -> dict[str, Any]:
         "measured_step": None if measured is None else asdict(measured),
     }
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": list(events)}
-
-
-def _ends_ns(stage: StageTimeline, num_stages: int) -> Iterator[tuple[Place, int]]:
-    """The end of each event, by what the event is."""
-    columns = stage.backward, stage.chunk * num_stages + stage.stage, stage.microbatch
-    places = zip(*(column.tolist() for column in columns), strict=True)
-    return zip(places, map(_ns, stage.end_ms.tolist()), strict=True)
 
 
 def _stage(plan: Plan, stage: StageTimeline, ends: dict[Place, int]) -> Iterator[TraceEvent]:
@@ -66,11 +62,11 @@ def _stage(plan: Plan, stage: StageTimeline, ends: dict[Place, int]) -> Iterator
         args["bytes"] = copy.group.record.host_bytes
         span = round(copy.begin_ps / PS_PER_NS), round(copy.end_ps / PS_PER_NS)
         yield _slice(stage.stage, thread, copy.name, *span, args)
-    yield from _memory(stage, 0, Breakdown(stage.static_bytes, 0, 0, 0, 0, 0))
+    yield _counter(stage.stage, "memory GiB", 0, {"alive": stage.static_bytes})
     for event in range(len(stage.chunk)):
         yield from _running(plan, stage, event)
-    step = Breakdown(stage.static_bytes, 0, 0, stage.optimizer_step_peak_bytes, 0, 0)
-    yield from _memory(stage, _ns(stage.end_ms[-1]) + 1, step)
+    alive = {"alive": stage.static_bytes + stage.optimizer_step_peak_bytes}
+    yield _counter(stage.stage, "memory GiB", _ns(stage.end_ms[-1]) + 1, alive)
 
 
 def _about(stage: StageTimeline, what: str, name: str) -> TraceEvent:
@@ -78,7 +74,7 @@ def _about(stage: StageTimeline, what: str, name: str) -> TraceEvent:
 
 
 def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEvent]:
-    """An event, the units in it with the bytes then alive, and on the thread of recompute what of
+    """An event with the most bytes alive in it, its units, and on the thread of recompute what of
     them is done again."""
     backward, chunk = bool(stage.backward[event]), int(stage.chunk[event])
     microbatch = int(stage.microbatch[event])
@@ -91,6 +87,7 @@ def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEven
             of = f"recompute early for {name}"
             yield _slice(stage.stage, thread, of, first, min(first + early, start), args)
     yield _slice(stage.stage, COMPUTE, name, start, end, args)
+    yield from _memory(stage, start, event)
     for number, first, again, last in _spans(stage, event):
         unit = stage.units[chunk][number]
         choice = plan.recompute_policy[unit.layers[0]] if unit.layers else "none"
@@ -98,23 +95,25 @@ def _running(plan: Plan, stage: StageTimeline, event: int) -> Iterator[TraceEven
         yield _slice(stage.stage, COMPUTE, unit.name, first, last, about)
         if again is not None:
             yield _slice(stage.stage, RECOMPUTE, f"recompute {unit.name}", first, again, about)
-        yield from _memory(stage, first, stage.bytes_at(event, number))
     for first, last in _waits(stage, event):
         yield _slice(stage.stage, COMPUTE, "wait for copy", first, last, args)
-    if event + 1 == len(stage.chunk) or _ns(stage.start_ms[event + 1]) > end:
-        yield from _memory(stage, end, stage.bytes_at(event, None))
+    if event + 1 < len(stage.chunk) and _ns(stage.start_ms[event + 1]) > end:
+        yield from _memory(stage, end, event + 1, waits=True)
 
 
-def _memory(stage: StageTimeline, at: int, held: Breakdown) -> Iterator[TraceEvent]:
-    """Counters of the stage's bytes, in GiB: all of them, and activations by what they are."""
-    yield _counter(stage.stage, "memory GiB", at, {"alive": held.total_bytes})
+def _memory(
+    stage: StageTimeline, at: int, event: int, *, waits: bool = False
+) -> Iterator[TraceEvent]:
+    """Counters of the most bytes in an event, or while the stage waits for it: all of them, and
+    activations by what they are."""
     parts = {
-        "in flight": held.in_flight_bytes,
-        "running chunk": held.running_bytes,
-        "transient": held.transient_bytes,
-        "embedding, head": held.embedding_head_bytes,
-        "between stages": held.overhead_bytes,
-    } | ({} if stage.copies is None else {"copies": held.copy_bytes})
+        "in flight": int(stage.in_flight_bytes[event]),
+        "embedding, head": int(stage.outside_bytes[event]),
+        "between stages": int(stage.overhead_bytes[event]),
+    }
+    others = stage.static_bytes + sum(parts.values())
+    parts["running chunk"] = 0 if waits else int(stage.peak_bytes[event]) - others
+    yield _counter(stage.stage, "memory GiB", at, {"alive": others + parts["running chunk"]})
     yield _counter(stage.stage, "activations GiB", at, parts)
 
 

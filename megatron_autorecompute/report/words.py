@@ -26,14 +26,6 @@ def duration(time_ms: float) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-def percent(share: float) -> str:
-    """A share in percent with one digit, or with two if one digit would round it to 0 or 100."""
-    if share == 0:
-        return "0%"
-    text = f"{100 * share:.1f}"
-    return f"{100 * share:.2f}%" if text in ("0.0", "100.0") and share != 1 else f"{text}%"
-
-
 def by_room(plan: Plan) -> list[int]:
     """The stages, those with the least room under their budget first."""
     pairs = zip(plan.budget_bytes, plan.cost.stages, strict=True)
@@ -54,7 +46,7 @@ def binds(plan: Plan) -> str:
         return "Device-bound: the host launches kernels ahead of the device."
     launch_ms, share = plan.cost.launch_ms, plan.cost.launch_ms / plan.cost.step_ms
     return (
-        f"Host-bound: for {duration(launch_ms)} of the step ({percent(share)}) the device waits "
+        f"Host-bound: for {duration(launch_ms)} of the step ({share:.1%}) the device waits "
         f"for the host to launch its kernels. {HELPS}"
     )
 

@@ -169,8 +169,8 @@ def test_the_memory_history_of_our_plan_lies_beside_it_and_agrees(tmp_path, monk
     assert job.steps == 3
     assert (asked[0]["stacks"], asked[-1]["enabled"]) == ("python", None)
     assert {found["plan"], found["history"]} == {path.name for path in tmp_path.iterdir()}
-    assert len(found["layers"]) >= 48
-    for part in (*found["moments"], *found["layers"]):
+    assert len(found["moments"]) == 9
+    for part in found["moments"]:
         assert part["recorded_bytes"] == pytest.approx(part["predicted_bytes"], abs=1 << 12)
     job.on_cuda = False
     assert Contest.record_memory(contest, profile, tmp_path) is None

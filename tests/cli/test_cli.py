@@ -1,9 +1,7 @@
 import contextlib
-import csv
 import io
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +16,9 @@ from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report.data import best_points
-from megatron_autorecompute.report.strip import strip_svg
+from megatron_autorecompute.report.figures import strip_svg
 from megatron_autorecompute.report.terminal import shortened, strip
+from tests.cli.test_shown import on_a_terminal
 from tests.report.snapshots import as_planned, dumped
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +124,8 @@ def test_report_draws_a_snapshot_beside_the_prediction_of_its_stage(planned, tmp
     page = tmp_path / "page.html"
     plan, snapshot = Plan.load(planned[1]), tmp_path / "snapshot_oom_rank-0.pickle"
     dumped(as_planned(plan, 0).snapshot(), snapshot)
-    words = ["report", str(planned[1]), "--snapshot", str(snapshot), "-o", str(page)]
+    words = ["report", str(planned[1]), "--snapshot", str(snapshot), "--stage", "0"]
+    words += ["-o", str(page)]
     assert main(words) == 0
     assert f"Written: {page}" in capsys.readouterr().out
     assert "Recorded beside predicted: stage 0" in page.read_text()
@@ -134,10 +134,10 @@ def test_report_draws_a_snapshot_beside_the_prediction_of_its_stage(planned, tmp
 @pytest.mark.parametrize(
     ("name", "flags", "code", "message"),
     [
-        ("absent_rank0.pickle", [], 4, "absent_rank0.pickle cannot be read: No such file"),
+        ("absent.pickle", ["--stage", "0"], 4, "absent.pickle cannot be read: No such file"),
         ("plan.json", ["--stage", "1"], 4, "plan.json is no whole snapshot"),
-        ("plan.json", [], 9, "plan.json names no rank, which does not tell the pipeline stage"),
-        ("plan.json", ["--stage", "9"], 9, "--stage 9: the plan has stages 0 to 3."),
+        ("plan.json", [], 9, "give the pipeline stage of the process that wrote the snapshot"),
+        ("plan.json", ["--stage", "9"], 9, "the plan has stages 0 to 3."),
     ],
 )
 def test_a_snapshot_that_cannot_be_used_is_one_line(
@@ -194,7 +194,7 @@ CURVE_OF_COMMAND = "megatron_autorecompute.cli.pareto.best_points"
 
 @pytest.fixture(scope="module")
 def curve():
-    """What pareto prints as a table, as JSON and as CSV, of one curve."""
+    """What pareto prints as a table and as JSON, of one curve."""
     printed, points = [], []
 
     def once(*args, **options):
@@ -204,15 +204,15 @@ def curve():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CURVE_OF_COMMAND, once)
-        for form in ([], ["--json"], ["--csv"]):
+        for form in ([], ["--json"]):
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 assert main([*PARETO, *form]) == 0
             printed.append(out.getvalue())
-    return printed[0], json.loads(printed[1]), list(csv.DictReader(io.StringIO(printed[2])))
+    return printed[0], json.loads(printed[1])
 
 
 def test_pareto_as_json_has_every_budget_and_every_setting_of_megatrons(curve):
-    _, data, _ = curve
+    _, data = curve
     points = data["points"]
     assert len(points) >= 20
     for own in data["strategies"]:  # no setting of Megatron's beats the curve in the same bytes
@@ -226,16 +226,8 @@ def test_pareto_as_json_has_every_budget_and_every_setting_of_megatrons(curve):
         RecomputePolicy.parse(point["recompute_policy"], num_layers=80)
 
 
-def test_pareto_as_csv_says_what_its_json_says(curve):
-    _, data, rows = curve
-    own = [row for row in rows if not row["budget_bytes"]]
-    plans = [row for row in rows if row["budget_bytes"]]
-    assert [{k: str(v) for k, v in point.items()} for point in data["points"]] == plans
-    assert [row["recompute_policy"] for row in own] == [s["name"] for s in data["strategies"]]
-
-
 def test_pareto_fits_a_screen_and_has_megatrons_settings_among_its_plans(curve):
-    table, data, _ = curve
+    table, data = curve
     lines = [line for line in table.splitlines() if "--json" not in line]
     assert len(lines) <= 14
     rows = [
@@ -266,12 +258,6 @@ def test_a_shortened_policy_counts_layers(policy, said):
     assert shortened(policy) == said
 
 
-def test_pareto_prints_json_or_csv_but_not_both(capsys):
-    with pytest.raises(SystemExit):
-        main([*PARETO, "--json", "--csv"])
-    assert "not allowed with" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("width", [40, 60, 80])
 def test_no_table_is_cut_off(planned, width, capsys, monkeypatch):
     _, path, _ = planned
@@ -292,13 +278,10 @@ def test_no_table_is_cut_off(planned, width, capsys, monkeypatch):
 def test_pareto_shows_how_far_it_is_on_a_terminal_only():
     few = ["--pp", "2", "--num-microbatches", "4", "--points", "3"]
     words = ["pareto", "--profile", str(PROFILES / "moe-16b.json"), *few, "--json"]
-    terminal, end = pty.openpty()
-    ran = subprocess.run([*COMMAND, *words], stdout=subprocess.PIPE, stderr=end, check=True)
-    os.close(end)
-    assert b"Budgets" in os.read(terminal, 1 << 16)
-    os.close(terminal)
-    quiet = subprocess.run([*COMMAND, *words], capture_output=True, check=True)
-    assert (quiet.stdout, quiet.stderr) == (ran.stdout, b"")
+    shown = on_a_terminal(*words)
+    assert "Megatron's own settings" in shown["stderr"]
+    quiet = subprocess.run([*COMMAND, *words], capture_output=True, text=True, check=True)
+    assert (quiet.stdout, quiet.stderr) == (shown["stdout"].replace("\r\n", "\n"), "")
 
 
 @pytest.mark.parametrize(
@@ -407,17 +390,16 @@ MOE_PLAN = ["--pp", "1", "--num-microbatches", "8", "--budget-gib", "40"]
 def test_stated_imbalance_is_planned_for_unasked_and_its_percentile_is_named(capsys, tmp_path):
     path = PROFILES / "moe-16b.json"
     moe = ["plan", "--profile", str(path), *MOE_PLAN, "-o", str(tmp_path / "plan.json")]
-    said = "Imbalance: planned for percentile {} of what the profile states, moe x {}."
-    assert said.format(99, 1.35) in printed(moe, capsys)
+    said = "Imbalance: planned for percentile {} of what the profile states."
+    assert said.format(99) in printed(moe, capsys)
     unasked = Plan.load(tmp_path / "plan.json")
     assert unasked.imbalance_percentile == 99
-    assert said.format(50, 1) in printed([*moe, "--imbalance-percentile", "50"], capsys)
+    assert said.format(50) in printed([*moe, "--imbalance-percentile", "50"], capsys)
     even = Plan.load(tmp_path / "plan.json")
     assert even.imbalance_percentile == 50
     assert even.cost.step_ms < unasked.cost.step_ms
-    assert "moe x 1.35 (stated for 99)." in printed([*moe, "--imbalance-percentile", "98"], capsys)
     pareto = ["pareto", "--profile", str(path), *MOE_PLAN[:4], "--points", "1"]
-    assert said.format(99, 1.35) in printed(pareto, capsys)
+    assert said.format(99) in printed(pareto, capsys)
 
 
 def test_which_measured_routing_is_planned_for_is_said(capsys, tmp_path):

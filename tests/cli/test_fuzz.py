@@ -26,7 +26,6 @@ def test_damaged_files_and_flags_end_in_0_or_one_message_with_a_documented_code(
     [
         (4, "megatron-autorecompute show: one\nmegatron-autorecompute show: two\n"),
         (4, ""),
-        (4, "megatron-autorecompute show: \x1b[31mred\n"),
         (77, "megatron-autorecompute show: one\n"),
         (1, 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: no\n'),
     ],

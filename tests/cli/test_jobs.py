@@ -104,7 +104,7 @@ def test_the_pattern_of_a_hybrid_model_can_be_set_with_all_that_follows_from_it(
         (["plan", "--example", "llama3-70b"], 9, "Add --gpu NAME, which the job runs on: a100"),
         (["plan", "--example", "llama3-70b", "--gpu"], 9, "h100-80gb, h200-141gb,"),
         (["estimate", "--example", "llama3-70b", "-o", "-"], 9, "Add --gpu NAME"),
-        (["plan", "--exmaple", "llama3-70b"], 2, "--exmaple; the nearest flag is --example."),
+        (["plan", "--exmaple", "llama3-70b"], 2, "arguments: --exmaple. All flags: megatron-auto"),
         (["plan", "", "--gpu", "h100-80gb"], 9, "Cannot read the job '': No such file"),
         (["plan", "one.yaml", "two.yaml"], 2, "arguments: two.yaml. All flags: megatron-auto"),
         (["plan"], 9, "Say what is planned: --profile P.json, or with --gpu NAME JOB.yaml"),
@@ -140,10 +140,10 @@ def test_help_lists_every_gpu_and_every_example(verb, capsys):
 
 
 def test_pareto_takes_a_job_as_plan_does(capsys):
-    assert main(["pareto", *ASKED[1:], "--points", "1", "--csv"]) == 0
+    assert main(["pareto", *ASKED[1:], "--points", "1", "--json"]) == 0
     of_job = capsys.readouterr().out
     carried = str(EXAMPLES / "llama3-70b.h100-80gb.json")
-    assert main(["pareto", "--profile", carried, "--points", "1", "--csv"]) == 0
+    assert main(["pareto", "--profile", carried, "--points", "1", "--json"]) == 0
     assert capsys.readouterr().out == of_job
 
 

@@ -5,6 +5,7 @@ import os
 import pty
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,18 +37,19 @@ def out(words, capsys):
 
 def on_a_terminal(*words, **environ):
     """What a command writes to standard output and to standard error, both terminals."""
-    read = {}
     ends = {name: pty.openpty() for name in ("stdout", "stderr")}
-    ran = subprocess.run(
+    ran = subprocess.Popen(
         [*COMMAND, *words],
         env={**os.environ, "TERM": "xterm", **environ},
         **{name: ends[name][1] for name in ends},
     )
-    assert ran.returncode == 0
-    for name, (terminal, end) in ends.items():
+    for _, end in ends.values():
         os.close(end)
-        read[name] = _all_of(terminal)
+    with ThreadPoolExecutor() as readers:  # a terminal holds little that nobody reads
+        read = dict(zip(ends, readers.map(_all_of, [one for one, _ in ends.values()]), strict=True))
+    for terminal, _ in ends.values():
         os.close(terminal)
+    assert ran.wait() == 0
     return read
 
 

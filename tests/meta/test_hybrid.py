@@ -12,7 +12,6 @@ import torch
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_autorecompute.cli.show import for_hybrid, pattern_of_plan
 from megatron_autorecompute.compat import layer_modules, model_layers, rules
 from megatron_autorecompute.errors import OptionError, PipelineError
 from megatron_autorecompute.meta import model, recipe, without_cuda
@@ -421,24 +420,3 @@ def test_a_recipe_of_a_hybrid_model_is_one_of_its_pattern(monkeypatch, model_con
     cfg.tokenizer = Namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="some/model")
     with pytest.raises(OptionError, match="Give --vocab-size N"):
         recipe.job_from_recipe("ours")
-
-
-def test_a_translated_gpt_plan_has_the_gpts_bytes_and_time():
-    config = {name: value for name, value in NANO.items() if "moe" not in name}
-    # Layers long enough that none waits for the host, which half a block may and a block not.
-    config |= {"hidden_size": 8192, "ffn_hidden_size": 32768, "num_attention_heads": 64}
-    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
-    gpt = replace(job("*-*-"), config={**config, **stages, "num_layers": 4})
-    as_gpt = replace(gpt, position_embedding_type="rope")
-    plan = middle_plan(as_gpt)
-    pattern = pattern_of_plan(plan)
-    assert str(pattern) == "*-|*-|*-|*-"
-    wide = {
-        name: config[name] for name in ("hidden_size", "ffn_hidden_size", "num_attention_heads")
-    }
-    same = replace(job(str(pattern), **wide, **stages), position_embedding_type="rope")
-    problem = Problem(profile_job(same, H100), same.layout(), same.schedule())
-    cost = problem.cost(for_hybrid(plan.policy, 4))
-    assert [s.peak.bytes for s in cost.stages] == [s.peak.bytes for s in plan.cost.stages]
-    # The host's time for a call of a chunk is divided over more layers, which hide it or not.
-    assert cost.step_ms == pytest.approx(plan.cost.step_ms, rel=0.005)

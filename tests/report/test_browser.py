@@ -12,8 +12,8 @@ from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.profile import ChoiceRecord
 from megatron_autorecompute.report.data import report_data
+from megatron_autorecompute.report.figures import strip_svg
 from megatron_autorecompute.report.html import html
-from megatron_autorecompute.report.strip import strip_svg
 from megatron_autorecompute.report.words import size
 from testing.browser import chromium, opened
 from tests.planner.uniform_profiles import uniform_profile

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from megatron_autorecompute.compare.comparison import Comparison, Shape, StrategyResult
-from megatron_autorecompute.compare.rendering import chart_of, picture
+from megatron_autorecompute.compare.rendering import chart_of
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint
 from megatron_autorecompute.report.chart import curve_chart
@@ -62,7 +62,7 @@ def test_no_name_of_a_comparison_is_on_another_or_on_the_budgets_line(seed):
 def test_a_comparison_in_which_nothing_ran_has_a_picture(tmp_path):
     for budget in (None, 1 << 30):
         path = tmp_path / f"{budget}.png"
-        picture(Comparison(budget, (), job=Shape()), path)
+        save_picture(chart_of(Comparison(budget, (), job=Shape())), path)
         assert path.read_bytes()[:4] == b"\x89PNG"
 
 

@@ -5,7 +5,7 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import make_plan
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.report.strip import (
+from megatron_autorecompute.report.figures import (
     MOST_CELLS,
     choice_colours,
     groups,

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_autorecompute.report.words import duration, percent, size
+from megatron_autorecompute.report.words import duration, size
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,3 @@ def test_bytes_are_written_in_the_unit_that_fits(size_bytes, text):
 )
 def test_times_have_three_figures(time_ms, text):
     assert duration(time_ms) == text
-
-
-@pytest.mark.parametrize(
-    ("share", "text"),
-    [(0, "0%"), (0.0004, "0.04%"), (0.0551, "5.5%"), (0.9996, "99.96%"), (1, "100.0%")],
-)
-def test_a_small_share_is_not_written_as_none_and_a_large_one_not_as_all(share, text):
-    assert percent(share) == text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.planner.cost.two_clocks import knows_host
@@ -25,8 +25,6 @@ from megatron_autorecompute.policy import RecomputePolicy
 
 _RELAXED_POINTS = 24
 """The most points of the curve without copy times: each of its policies is replayed twice."""
-Progress = Callable[[float], None]
-"""Called with the share that is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +42,7 @@ class CurvePoint:
 
 
 def pareto(
-    problem: Problem,
-    points: int = 64,
-    progress: Progress = lambda _: None,
-    also: Collection[int] = (),
+    problem: Problem, points: int = 64, also: Collection[int] = ()
 ) -> tuple[CurvePoint, ...]:
     """Step time against budget, from the largest useful budget down to the least that fits.
 
@@ -60,15 +55,14 @@ def pareto(
     Args:
         problem: its own budgets do not matter.
         points: how many budgets, at even distances.
-        progress: told of.
         also: further budgets, of which those between the least and the largest count.
     """
     if may_offload(problem):
-        return _replayed(problem, points, progress)
+        return _replayed(problem, points)
     if knows_host(problem.profile):
         problem = deciding(problem)
     curve = list[CurvePoint]()
-    for budget, policy in reversed(_least_busy(problem, points, progress, also)):
+    for budget, policy in reversed(_least_busy(problem, points, also)):
         point = _point(problem, policy, budget)
         if curve and point.step_ms > curve[-1].step_ms:
             # As fast on every stage, but split over chunks so that other stages wait longer.
@@ -77,18 +71,18 @@ def pareto(
     return tuple(reversed(curve))
 
 
-def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[CurvePoint, ...]:
+def _replayed(problem: Problem, points: int) -> tuple[CurvePoint, ...]:
     """Points of policies found without offload or copy times, replayed with their copies."""
     relaxed, without = without_copies(problem), without_offload(problem)
-    found = _least_busy(relaxed, min(points, _RELAXED_POINTS), lambda done: progress(done / 2))
+    found = _least_busy(relaxed, min(points, _RELAXED_POINTS))
     found += [] if without is None else _least_busy(without, points)
     tried = {own: None for _, policy in found for own in spreads(problem, policy)}
     tried |= dict.fromkeys(settings_of_whole_layers(problem) + settings_of_modules(problem))
-    replayed = []
-    for number, policy in enumerate(tried, start=1):
-        if has_room(problem, policy):
-            replayed.append(_point(problem, policy, problem.cost(policy).peak_high_bytes))
-        progress(0.5 + 0.5 * number / len(tried))
+    replayed = [
+        _point(problem, policy, problem.cost(policy).peak_high_bytes)
+        for policy in tried
+        if has_room(problem, policy)
+    ]
     curve = list[CurvePoint]()
     for point in sorted(replayed, key=lambda point: (point.budget_bytes, point.step_ms)):
         if not curve or point.step_ms < curve[-1].step_ms:
@@ -97,7 +91,7 @@ def _replayed(problem: Problem, points: int, progress: Progress) -> tuple[CurveP
 
 
 def _least_busy(
-    problem: Problem, number: int, progress: Progress = lambda _: None, also: Collection[int] = ()
+    problem: Problem, number: int, also: Collection[int] = ()
 ) -> list[tuple[int, RecomputePolicy]]:
     """Budgets, the largest first, and the least busy choices of all stages under each.
 
@@ -118,7 +112,6 @@ def _least_busy(
                 known[stage] = best
         splits = [known[stage].policies for stage in stages.all]
         found.append((budget, put_together(problem.layout, splits)))
-        progress(len(found) / len(budgets))
     return found
 
 
