@@ -20,7 +20,7 @@ from megatron_autorecompute.cli.problem import add_problem, problems, read_sourc
 from megatron_autorecompute.planner.plan import ManualResult
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import may_offload
-from megatron_autorecompute.planner.search.offload import without_offload
+from megatron_autorecompute.planner.search.solve import without_offload
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.data import Curve, best_points, strategies_of
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,6 @@ from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines,
 from megatron_autorecompute.planner.plan import ManualResult, Plan
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
-from megatron_autorecompute.planner.search.neighbours import Neighbour, neighbours_at
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.policy import WHOLE
 from megatron_autorecompute.report.recorded import RecordedStep
@@ -48,8 +47,6 @@ class ReportData:
     """The plan."""
     timeline: Timeline
     """The step of the plan."""
-    others: tuple[tuple[Neighbour, ...], ...]
-    """The other choices of each layer."""
     curve: Curve
     """Time against budget, with Megatron's own settings."""
     pastes: dict[str, str]
@@ -61,24 +58,14 @@ class ReportData:
 
 
 def report_data(plan: Plan, progress: Progress = lambda what, share: None) -> ReportData:
-    """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
+    """Replay and compare a plan. Raises: ProfileError if its profile lacks a record."""
     problem = plan.problem()
     return ReportData(
         plan,
         timeline(plan),
-        tuple(_others(plan, problem, lambda share: progress("Other choices", share))),
         _curve(plan, problem, progress),
         _pastes(plan),
     )
-
-
-def _others(
-    plan: Plan, problem: Problem, progress: Callable[[float], None]
-) -> Iterator[tuple[Neighbour, ...]]:
-    layers = range(len(plan.policy.layers))
-    for layer, found in enumerate(neighbours_at(problem, plan.policy, layers), start=1):
-        yield tuple(found)
-        progress(layer / len(layers))
 
 
 def _curve(plan: Plan, problem: Problem, progress: Progress) -> Curve:

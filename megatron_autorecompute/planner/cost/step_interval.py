@@ -13,7 +13,7 @@ joint size is as improbable as the end says, found by going from path to path.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -96,28 +96,6 @@ def is_tie(kind: LayerKind, record: ChoiceRecord) -> bool:
     return False
 
 
-def ties(
-    costs: PolicyCosts, policy: RecomputePolicy, others: Iterable[RecomputePolicy]
-) -> Iterator[bool]:
-    """Whether errors leave open which is shorter, the step of a policy or that of each other one.
-
-    Where no time errs: whether both steps are equal.
-    """
-    if not any(map(_errs, costs.clocks)):
-        step_ms = costs.of(policy).step_ms
-        yield from (costs.of(other).step_ms == step_ms for other in others)
-        return
-    own = StepErrors(costs, policy)
-    yield from (own.ties_with(StepErrors(costs, other)) for other in others)
-
-
-def _errs(profile: Profile) -> bool:
-    outside = profile.embedding, profile.head, profile.final_norm
-    records = [record for kind in profile.kinds for record in kind.choices]
-    records += [record for record in outside if record is not None]
-    return bool(profile.times_error) or any(map(deviation_ms, records))
-
-
 class StepErrors:
     """Errors of the step of one policy.
 
@@ -158,10 +136,6 @@ class StepErrors:
             (one or own[0]).is_surely_shorter(two or others[0])
             for one, two in zip_longest(own, others)
         )
-
-    def ties_with(self, other: StepErrors) -> bool:
-        """Whether neither step is surely the shorter one."""
-        return not (self.surely_shorter(other) or other.surely_shorter(self))
 
 
 def _readings(costs: PolicyCosts, policy: RecomputePolicy, table: CostTable) -> list[_Reading]:
