@@ -28,7 +28,7 @@ COMMANDS = {
     "profile": ("estimate", "measure a job's layers on one device; only communication is modelled"),
     "plan": ("plan", "find the fastest policy that fits a budget, for a job or a profile"),
     "show": ("show", "print a plan stage by stage, or a profile"),
-    "explain": ("show", "say what limits each stage, or what a layer's other choices cost"),
+    "explain": ("show", "say what limits each stage"),
     "pareto": ("pareto", "print the time of the step against the budget"),
     "verify": ("verify", "check a plan's peaks against Megatron's own schedule, without a device"),
     "report": ("show", "write a plan as one HTML file that opens offline"),

@@ -28,7 +28,6 @@ from megatron_autorecompute.cli.throughput import throughput_words
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.json_records import write_atomically
 from megatron_autorecompute.planner.plan import Plan
-from megatron_autorecompute.planner.search.neighbours import neighbours
 from megatron_autorecompute.profile import Profile
 from megatron_autorecompute.report import terminal
 from megatron_autorecompute.report.data import report_data
@@ -83,43 +82,20 @@ class ShowCommand(Command):
 
 
 class ExplainCommand(Command):
-    """Prints the binding moment of every stage, or the cost of one layer's other choices."""
+    """Prints the binding moment of every stage."""
 
     reads = ("plan",)
 
     def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the plan's file and the layer."""
+        """Add the plan's file."""
         parser.add_argument("plan", metavar="PLAN.json")
-        parser.add_argument(
-            "--layer",
-            type=int,
-            metavar="I",
-            help="print what other choices of layer I (from 0) cost",
-        )
         add_json(parser)
 
     def run(self, args: Namespace) -> None:
-        """Print it; raises ProfileError for a file that is no plan, PolicyError for a bad layer."""
+        """Print it; raises ProfileError for a file that is no plan."""
         plan = Plan.load(args.plan)
-        if args.layer is None:
-            evidence = json.dumps([asdict(item) for item in plan.evidence], indent=1)
-            print_result(args, evidence, terminal.stages_explained(plan))
-        else:
-            _explain_layer(args, plan)
-
-
-def _explain_layer(args: Namespace, plan: Plan) -> None:
-    found = neighbours(plan.problem(), plan.policy, args.layer)
-    stage = plan.layout.stage_of(args.layer)
-    data = {
-        "layer": args.layer,
-        "stage": stage,
-        "choice": plan.recompute_policy[args.layer],
-        "binding": plan.evidence[stage].binding,
-        "others": list(map(asdict, found)),
-    }
-    view = terminal.neighbours_view(plan, args.layer, found)
-    print_result(args, json.dumps(data, indent=1), view)
+        evidence = json.dumps([asdict(item) for item in plan.evidence], indent=1)
+        print_result(args, evidence, terminal.stages_explained(plan))
 
 
 class ReportCommand(Command):

@@ -8,11 +8,7 @@ from typing import Any
 
 from megatron_autorecompute.block_names import Blocks
 from megatron_autorecompute.errors import ProfileError
-from megatron_autorecompute.megatron_fields import (
-    NO_RECOMPUTE,
-    POLICY_FIELD,
-    of_policy,
-)
+from megatron_autorecompute.megatron_fields import NO_RECOMPUTE, POLICY_FIELD, of_policy
 from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.policy import NONE, WHOLE, RecomputePolicy
@@ -28,21 +24,16 @@ def recipe_lines(
     policy: RecomputePolicy, fields: Mapping[str, Any] | None, blocks: Blocks | None = None
 ) -> list[str]:
     """Lines that set a policy in a Megatron Bridge recipe, in Megatron's own fields if given."""
-    fields = _of_whole_layers(policy) if fields is None else fields
-    if fields is None:
-        fields = {**NO_RECOMPUTE, POLICY_FIELD: policy.format(blocks)}
-    return [f"cfg.model.{name} = {value!r}" for name, value in fields.items()]
+    found = _fields(policy, fields, blocks)
+    return [f"cfg.model.{name} = {value!r}" for name, value in found.items()]
 
 
 def flags(
     policy: RecomputePolicy, fields: Mapping[str, Any] | None, blocks: Blocks | None = None
 ) -> str:
     """Flags of pretrain_gpt.py that set a policy; "" for no recompute, which needs no flag."""
-    fields = _of_whole_layers(policy) if fields is None else fields
-    if fields is None:
-        return f"{OUR_FLAG} {shlex.quote(policy.format(blocks))}"
     words = []
-    for name, value in fields.items():
+    for name, value in _fields(policy, fields, blocks).items():
         # Megatron's flags say cpu_offloading by its number of layers, and other switches alone.
         if value is not None and name != "cpu_offloading":
             values = value if isinstance(value, list) else [] if value is True else [value]
@@ -50,12 +41,13 @@ def flags(
     return " ".join(words)
 
 
-def _of_whole_layers(policy: RecomputePolicy) -> dict[str, Any] | None:
-    """The fields of a policy in which layers leave as a whole, which only Megatron itself can run;
-    None for any other."""
-    if WHOLE not in policy.layers:
-        return None
-    return of_policy(policy, [range(len(policy.layers))], linear_bias=False)
+def _fields(
+    policy: RecomputePolicy, fields: Mapping[str, Any] | None, blocks: Blocks | None
+) -> Mapping[str, Any]:
+    """The given fields, or ours; Megatron's where layers leave as a whole, which it alone runs."""
+    if fields is None and WHOLE in policy.layers:
+        fields = of_policy(policy, [range(len(policy.layers))], linear_bias=False)
+    return {**NO_RECOMPUTE, POLICY_FIELD: policy.format(blocks)} if fields is None else fields
 
 
 def launch_lines(plan: Plan) -> list[str]:
@@ -66,19 +58,14 @@ def launch_lines(plan: Plan) -> list[str]:
 
     Raises: as `job_lines`.
     """
-    lines = job_lines(plan)
-    if lines:
+    if lines := job_lines(plan):
         return lines
     if all(choice == NONE for choice in plan.policy.layers):
         return pretrain_lines(plan, NO_RECOMPUTE)
+    recipe = f", run by {DRIVER}, the same text is cfg.model.{POLICY_FIELD}."
     if WHOLE in plan.policy.layers:
-        recipe = "; ".join(recipe_lines(plan.policy, None))
-        return [*pretrain_lines(plan, None), f"In a recipe of Megatron Bridge: {recipe}"]
-    return [
-        *pretrain_lines(plan, None),
-        f"In a recipe of Megatron Bridge, run by {DRIVER}, the same text is "
-        f"cfg.model.{POLICY_FIELD}.",
-    ]
+        recipe = ": " + "; ".join(recipe_lines(plan.policy, None))
+    return [*pretrain_lines(plan, None), f"In a recipe of Megatron Bridge{recipe}"]
 
 
 def job_lines(plan: Plan) -> list[str]:
@@ -115,17 +102,14 @@ def bridge_lines(plan: Plan, fields: Mapping[str, Any] | None) -> list[str]:
     return [f"Put into the recipe of Megatron Bridge{f', run by {DRIVER}' * ours}:", *lines]
 
 
-def _flag(name: str, value: str) -> str:
-    """A flag as shell and argparse take it: a pattern may begin with `-`, for an MLP."""
-    return f"{shlex.quote(name)}{'=' if value.startswith('-') else ' '}{shlex.quote(value)}"
-
-
 def pretrain_lines(plan: Plan, fields: Mapping[str, Any] | None) -> list[str]:
     """Where the plan goes in a job of Megatron-LM, and its flags, as of `flags`, and of its layout:
     one line."""
     script = "pretrain_hybrid.py" if pattern_of_job(plan.profile.model.facts) else "pretrain_gpt.py"
     words = [flags(plan.policy, fields, plan.profile.model.blocks)]
-    words += [_flag(*pair) for pair in plan.megatron_flags.items()]
+    for name, value in plan.megatron_flags.items():
+        by = "=" if value.startswith("-") else " "  # a pattern may begin with it, for an MLP
+        words.append(f"{shlex.quote(name)}{by}{shlex.quote(value)}")
     line = " ".join(filter(None, words))
     if not line:
         return [f"No recompute: give {script} no flags of recompute."]

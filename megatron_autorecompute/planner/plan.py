@@ -33,7 +33,6 @@ from megatron_autorecompute.planner.search.manual import (
     fits,
     may_offload,
 )
-from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD, bought
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import (
     StageEvidence,
@@ -41,7 +40,7 @@ from megatron_autorecompute.planner.search.solution import (
     simpler_within_errors,
     stage_evidence,
 )
-from megatron_autorecompute.planner.search.solve import solve
+from megatron_autorecompute.planner.search.solve import WITH_OFFLOAD, bought, solve
 from megatron_autorecompute.planner.search.stage_problem import EARLY
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Bytes, Choice, Profile, Version
@@ -135,11 +134,6 @@ class Plan:
         return RecomputePolicy.from_config(
             list(self.recompute_policy), num_layers=len(self.recompute_policy)
         )
-
-    @property
-    def fingerprint(self) -> Mapping[str, str]:
-        """Facts about the job that must be equal for the plan to be used again."""
-        return self.profile.fingerprint
 
     @property
     def proven(self) -> bool:

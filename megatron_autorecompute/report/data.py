@@ -11,7 +11,6 @@ from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines,
 from megatron_autorecompute.planner.plan import ManualResult, Plan
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
 from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
-from megatron_autorecompute.planner.search.neighbours import Neighbour, neighbours_at
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
@@ -44,8 +43,6 @@ class ReportData:
     """The plan."""
     timeline: Timeline
     """The step of the plan."""
-    others: tuple[tuple[Neighbour, ...], ...]
-    """The other choices of each layer."""
     curve: Curve
     """Time against budget, with Megatron's own settings."""
     pastes: dict[str, str]
@@ -57,11 +54,8 @@ class ReportData:
 
 
 def report_data(plan: Plan) -> ReportData:
-    """Replay, explain and compare a plan. Raises: ProfileError if its profile lacks a record."""
-    problem = plan.problem()
-    others = neighbours_at(problem, plan.policy, range(len(plan.policy.layers)))
-    found = tuple(tuple(each) for each in others)
-    return ReportData(plan, timeline(plan), found, _curve(plan, problem), _pastes(plan))
+    """Replay and compare a plan. Raises: ProfileError if its profile lacks a record."""
+    return ReportData(plan, timeline(plan), _curve(plan, plan.problem()), _pastes(plan))
 
 
 def _curve(plan: Plan, problem: Problem) -> Curve:

@@ -100,16 +100,12 @@ def _plain(value: Any) -> Any:
 def page_data(data: ReportData) -> dict[str, Any]:
     """The data that the page's script draws."""
     plan, step = data.plan, data.recorded
-    layers = enumerate(data.others)
     return {
         "step": data.timeline.step_ms,
         "tightest": by_room(plan)[0],
         "recorded": step and {name: getattr(step, name) for name in _RECORDED},
         "stages": [_stage_data(plan, stage) for stage in data.timeline.stages],
-        "layers": [
-            {"choice": choice, "stage": plan.layout.stage_of(layer), "others": others}
-            for (layer, others), choice in zip(layers, plan.recompute_policy, strict=True)
-        ],
+        "layers": plan.recompute_policy,
     }
 
 

@@ -19,8 +19,7 @@ from megatron_autorecompute.planner.cost.policy_cost import StageCost, evaluate
 from megatron_autorecompute.planner.cost.step_interval import COVERS
 from megatron_autorecompute.planner.plan import ManualResult, Plan
 from megatron_autorecompute.planner.search.curve import CurvePoint
-from megatron_autorecompute.planner.search.neighbours import Neighbour
-from megatron_autorecompute.planner.search.offload import WITH_OFFLOAD
+from megatron_autorecompute.planner.search.solve import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import MeasuredStep, Profile, RankStep
 from megatron_autorecompute.report.words import binds, proof
@@ -311,24 +310,6 @@ def stages_explained(plan: Plan) -> RenderableType:
 def _range(cost: StageCost, unit: Unit) -> str:
     low, high = unit.text(cost.peak_low_bytes), unit.text(cost.peak_high_bytes)
     return low if low == high else f"{low} to {high}"
-
-
-def neighbours_view(plan: Plan, layer: int, found: Sequence[Neighbour]) -> RenderableType:
-    """One row per other choice of a layer."""
-    stage = plan.layout.stage_of(layer)
-    unit = unit_for([plan.cost.stages[stage].peak_high_bytes])
-    columns = (
-        Column("instead", lambda other: other.choice, left=True),
-        Column("step ms", lambda other: f"{other.step_ms:+.3f}"),
-        Column("stage ms", lambda other: f"{other.stage_busy_ms:+.3f}"),
-        Column(f"peak {unit.name}", lambda other: unit.change(other.peak_bytes)),
-        Column("fits", lambda other: "yes" if other.fits else "no"),
-        Column("tie", lambda other: "=" * other.tie),
-    )
-    chosen = plan.policy.layers[layer]
-    title = f"layer {layer}, stage {stage}: {chosen}. What the other choices would change:"
-    bound = f"The stage is bound by {plan.evidence[stage].binding}."
-    return Group(Text(title), rows(columns, found), Text(bound))
 
 
 def curve_view(points: Sequence[CurvePoint], strategies: Sequence[ManualResult]) -> RenderableType:

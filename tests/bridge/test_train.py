@@ -79,7 +79,7 @@ def test_auto_measures_decides_and_learns_the_same_bits(without, fork, tmp_path)
     assert "recompute auto: measuring" in output
     assert "to keep this policy without measuring" in output
     plan = Plan.load(path)
-    assert plan.fingerprint["model"] == "GPTModel"
+    assert plan.profile.fingerprint["model"] == "GPTModel"
     # Bridge's timers ran in the measured step although its level is 0, and the table shows them.
     (rank,) = plan.profile.measured_step.ranks
     times = rank.forward_compute_ms, rank.backward_compute_ms, rank.optimizer_ms

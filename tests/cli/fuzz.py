@@ -282,8 +282,6 @@ class Inputs:
                 data[DIGEST] = json_records.digest(data)
         path.write_text(as_text(data, rng))
         words = [rng.choice(["show", "show", "explain", "report", "trace"]), str(path)]
-        if words[0] == "explain" and rng.random() < 0.5:
-            words += ["--layer", rng.choice(TEXTS)]
         if words[0] in ("show", "explain") and rng.random() < 0.2:
             words.append("--json")
         if words[0] == "show" and rng.random() < 0.2:

@@ -98,19 +98,7 @@ def test_a_plan_with_a_bad_choice_for_every_layer_is_refused_in_a_screenful(
     assert len(said) < 80 * 45
 
 
-def test_explain_a_layer_says_what_faster_choices_would_break(planned, capsys):
-    _, path, _ = planned
-    assert main(["explain", str(path), "--layer", "17", "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["choice"] == Plan.load(path).recompute_policy[17]
-    assert {row["choice"] for row in data["others"]} >= {"none"}
-    for row in data["others"]:
-        assert not (row["fits"] and row["stage_busy_ms"] < -1e-6)
-    assert main(["explain", str(path), "--layer", "17"]) == 0
-    assert "selective[mlp]" in capsys.readouterr().out
-
-
-def test_explain_without_a_layer_splits_every_stages_peak(planned, capsys):
+def test_explain_splits_every_stages_peak(planned, capsys):
     _, path, _ = planned
     assert main(["explain", str(path)]) == 0
     out = capsys.readouterr().out
@@ -266,7 +254,6 @@ def test_no_table_is_cut_off(planned, width, capsys, monkeypatch):
         ["show", str(path)],
         ["show", LLAMA],
         ["explain", str(path)],
-        ["explain", str(path), "--layer", "17"],
         [*PARETO[:-1], "4"],
     ):
         assert main(words) == 0

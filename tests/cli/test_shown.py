@@ -214,25 +214,11 @@ def test_a_small_model_is_shown_in_mib(tmp_path, capsys):
     assert " 512.0 " in text
     for words in (
         ["explain", str(plan)],
-        ["explain", str(plan), "--layer", "0"],
         ["pareto", *shape],
     ):
         text = out(words, capsys)
         assert "MiB" in text
         assert "GiB" not in text
-
-
-def test_a_tie_of_a_layers_choices_is_marked(tmp_path, capsys):
-    records = (
-        ChoiceRecord("none", 30 << 20, 0, 0, 10.0, 20.0, 0.01),
-        ChoiceRecord("selective[layernorm]", 20 << 20, 0, 0, 10.0, 20.01, 0.01),
-        ChoiceRecord("full", 1 << 20, 0, 0, 10.0, 30.0, 0.01),
-    )
-    profile = uniform_profile(4, *records)
-    plan = tmp_path / "plan.json"
-    make_plan(Problem(profile, Layout.from_flags(4, 1), Schedule(1, 1, 2), GIB)).save(plan)
-    rows = out(["explain", str(plan), "--layer", "0"], capsys).splitlines()
-    assert [row.split()[-1] for row in rows if "yes" in row] == ["=", "yes"]
 
 
 def test_no_color_means_no_bold():

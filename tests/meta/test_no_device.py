@@ -30,8 +30,6 @@ from megatron_autorecompute.meta.verify import TOLERANCE, require_verified, veri
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.solve import solve
-from megatron_autorecompute.planner.search.suggestions import cheapest_changes
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 from megatron_autorecompute.work_order import GAP_MS
 from testing.ranks import fresh_processes
@@ -725,17 +723,3 @@ def test_unfused_rope_keeps_cosines_and_sines_of_the_rotated_share():
     of_half_a_head = 2 * whole.seq_length * HIDDEN // HEADS // 2
     queries_and_keys = 2 * 2 * of_half_a_head
     assert held[0].held_bytes - held[1].held_bytes == queries_and_keys
-
-
-@pytest.mark.any_version
-def test_twice_the_stages_are_suggested_with_the_step_that_the_job_with_them_has():
-    def problem(stages):
-        split = job({"num_layers": 8, "pipeline_model_parallel_size": stages})
-        profile = profile_job(split, AHEAD, only=("mlp",))
-        return Problem(profile, split.layout(), split.schedule())
-
-    asked, other = problem(2), problem(4)
-    budget = max(stage.peak_bytes for stage in asked.stages.leanest) - 1
-    text = "4 pipeline stages instead of 2 on the same GPUs"
-    (change,) = [c for c in cheapest_changes(asked.at(budget), 9) if c.text == text]
-    assert change.step_ms == pytest.approx(solve(other.at(budget)).cost.step_ms, rel=1e-6)

@@ -5,14 +5,13 @@ from dataclasses import dataclass, replace
 
 from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.layout import Chunk, Layout
-from megatron_autorecompute.planner.cost.layout_flags import one_chunk_each, uneven_layouts
+from megatron_autorecompute.planner.cost.layout_flags import uneven_layout, uneven_sizes
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
-from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import try_solve
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord
-from tests.planner.random_profiles import problem_of_many
+from tests.planner.random_profiles import one_chunk_each, problem_of_many
 
 
 @dataclass
@@ -78,20 +77,23 @@ def partitions(num_layers, stages):
         yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, num_layers)))
 
 
+def uneven_layouts(shape):
+    """Every layout of as many stages and chunks that the flags for uneven stages can give."""
+    ends = ((first, last) for first, _, last in uneven_sizes(shape))
+    return [own for own in (uneven_layout(shape, *both) for both in ends) if own is not None]
+
+
 def searched_layouts(stages, chunks, layers, depths):
-    """All that a search may answer: any partition, or what numbers for both ends can say."""
+    """All that a search may answer, and with one chunk a stage any partition."""
     if chunks > 1:
         even = Layout.from_flags(layers, stages, chunks, mtp_num_layers=depths)
-        return list(uneven_layouts(even))
+        return uneven_layouts(even)
     return [one_chunk_each(sizes, depths) for sizes in partitions(layers, stages)]
 
 
-def shortest_of_all(profile, stages, schedule, budget):
-    """The shortest step of all partitions, each solved; None where none fits."""
-    depths, steps = profile.model.mtp_num_layers, []
-    for sizes in partitions(profile.model.num_layers, stages):
-        solution = try_solve(Problem(profile, one_chunk_each(sizes, depths), schedule).at(budget))
-        if solution is not None:
-            assert solution.step_evidence.gap == 0
-            steps.append(solution.cost.step_ms)
-    return min(steps, default=None)
+def shortest_of_all(problem):
+    """The shortest step of the layout and of all that flags can give, each solved; None if none
+    fits."""
+    layouts = [problem.layout, *uneven_layouts(problem.layout)]
+    found = [try_solve(replace(problem, layout=layout)) for layout in layouts]
+    return min((own.cost.step_ms for own in found if own is not None), default=None)

@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 
 from megatron_autorecompute.planner.cost.layout import Layout
-from megatron_autorecompute.planner.cost.layout_flags import one_chunk_each
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.profile import (
     ChoiceRecord,
@@ -18,6 +17,13 @@ from megatron_autorecompute.profile import (
 )
 
 CHOICES = ("none", "full", "selective[core_attn]", "selective[mlp]")
+
+
+def one_chunk_each(sizes, mtp_num_layers):
+    """One chunk per stage with so many decoder layers; MTP depths are on the last."""
+    rows = ["t" * size for size in sizes]
+    rows[-1] += "m" * mtp_num_layers
+    return Layout.from_rows(rows, len(rows))
 
 
 def record(rng, choice, forward_ms=None, backward_ms=None):

@@ -4,11 +4,10 @@ import pytest
 
 from megatron_autorecompute.errors import InfeasibleError
 from megatron_autorecompute.planner.cost.layout import Layout
-from megatron_autorecompute.planner.cost.layout_flags import uneven_layouts
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.shapes import LeastSteps, search_shapes
-from megatron_autorecompute.planner.search.solve import solve, try_solve
+from megatron_autorecompute.planner.search.shapes import search_shapes
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.profile import (
     ChoiceRecord,
     LayerKind,
@@ -17,7 +16,6 @@ from megatron_autorecompute.profile import (
 )
 from tests.planner.asked import layout_of, shortest_of_all, uneven
 from tests.planner.random_profiles import problem_of_uneven_stages
-from tests.planner.search.random_steps import ONE_CHUNK, SEVERAL_CHUNKS, random_step
 from tests.planner.uniform_profiles import NONE, uniform_profile
 
 
@@ -26,13 +24,12 @@ def search_layout(problem):
 
 
 @pytest.mark.parametrize("budget", [350, 500, 900])
-def test_no_partition_has_a_shorter_step_than_the_searched_one(budget):
+def test_no_layout_of_a_small_model_has_a_shorter_step_than_the_searched_one(budget):
     profile, stages = uneven()
-    schedule = Schedule(stages, 1, 6)
-    found = search_layout(Problem(profile, layout_of((2, 2, 3)), schedule).at(budget))
-    assert found.solution.cost.step_ms == shortest_of_all(profile, stages, schedule, budget)
-    assert found.evidence.gap == 0
-    assert "Proven optimal of all layouts searched" in found.notes[-1]
+    asked = Problem(profile, layout_of((2, 2, 3)), Schedule(stages, 1, 6), budget)
+    found = search_layout(asked)
+    assert found.solution.cost.step_ms == shortest_of_all(asked)
+    assert "Of 15 layouts that were solved none has a shorter step." in found.notes[0]
 
 
 @pytest.mark.long
@@ -41,16 +38,15 @@ def test_in_random_problems_none_has_a_shorter_step_either():
     shorter = infeasible = measured = 0
     for seed in range(16):
         profile, layout, schedule, budget = problem_of_uneven_stages(seed)
-        asked = Problem(profile, layout, schedule)
-        best = shortest_of_all(profile, layout.num_stages, schedule, budget)
+        asked = Problem(profile, layout, schedule, budget)
+        best = shortest_of_all(asked)
         if best is None:
             infeasible += 1
             with pytest.raises(InfeasibleError):
-                search_layout(asked.at(budget))
+                search_layout(asked)
             continue
-        found = search_layout(asked.at(budget))
+        found = search_layout(asked)
         assert found.solution.cost.step_ms == pytest.approx(best, rel=1e-12), seed
-        assert found.evidence.gap == 0, seed
         shorter += found.problem.layout != layout
         measured += bool(profile.stages)
     assert shorter > 5
@@ -79,29 +75,13 @@ def test_interleaved_layouts_are_searched_by_first_and_last_stage():
     profile, _ = uneven(12, head_ms=60.0)
     asked = Problem(profile, Layout.from_flags(12, 3, 2), Schedule(3, 2, 6))
     found = search_layout(asked.at(3000))
-    every = [
-        solution.cost.step_ms
-        for layout in uneven_layouts(asked.layout)
-        if (solution := try_solve(replace(asked, layout=layout).at(3000))) is not None
-    ]
-    assert found.solution.cost.step_ms == min(every) < solve(asked.at(3000)).cost.step_ms
-    assert found.evidence.bound_ms <= min(every)
+    shortest = shortest_of_all(asked.at(3000))
+    assert found.solution.cost.step_ms == shortest < solve(asked.at(3000)).cost.step_ms
     assert set(found.megatron_flags) == {
         "--decoder-first-pipeline-num-layers",
         "--decoder-last-pipeline-num-layers",
         "--num-virtual-stages-per-pipeline-rank",
     }
-    assert "others are not offered" in found.notes[-1]
-
-
-def test_flags_are_given_that_megatron_takes_where_a_stage_has_no_layer():
-    profile, _ = uneven(5, head_ms=100.0)
-    asked = Problem(profile, layout_of((2, 1, 1, 1)), Schedule(4, 1, 8))
-    found = search_layout(asked.at(10**6))
-    assert [len(chunks[0].layers) for chunks in found.problem.layout.stages][-1] == 0
-    (text,) = found.megatron_flags.values()
-    assert set(found.megatron_flags) == {"--pipeline-model-parallel-layout"}
-    assert Layout.parse(text, 4) == found.problem.layout
 
 
 def test_a_stage_as_it_was_measured_is_not_taken_for_one_of_other_layers():
@@ -139,7 +119,6 @@ def test_a_layout_that_is_best_only_inside_the_noise_gives_way_to_the_asked_one(
     assert unsure.problem is noisy
     assert not unsure.megatron_flags
     assert "as asked, is taken: " in unsure.notes[1]
-    assert unsure.evidence.bound_ms == sure.evidence.bound_ms < unsure.solution.cost.step_ms
 
 
 def test_a_layout_that_takes_as_long_by_the_times_is_not_said_to_take_less():
@@ -149,34 +128,3 @@ def test_a_layout_that_takes_as_long_by_the_times_is_not_said_to_take_less():
     notes = search_layout(asked.at(260)).notes
     assert "with layers per stage [2, 2], 120.0 ms as asked." in notes[0]
     assert " as long " in notes[1]
-
-
-@pytest.mark.parametrize(("shapes", "number"), [(ONE_CHUNK, 40), (SEVERAL_CHUNKS[:1], 8)])
-def test_what_prices_say_of_a_layouts_step_is_never_above_the_shortest(shapes, number):
-    close = 0
-    for seed in range(number):
-        problem, budgets = random_step(seed, shapes)
-        problem = problem.at(budgets)
-        solution = solve(problem)
-        assert solution.step_evidence.gap == 0
-        step_ms, least = solution.cost.step_ms, LeastSteps(problem)
-        bounds = least.without_budget_ms(problem.layout), least.step_ms(problem)
-        assert max(bounds) <= step_ms * (1 + 1e-12), seed
-        close += bounds[-1] > 0.9 * step_ms
-    assert close > number // 4
-
-
-def test_layouts_of_measured_stages_that_take_less_than_their_layers_are_not_left_out():
-    profile, _ = uneven(12, head_ms=1.0)
-    ends = {f"num_layers_in_{end}_pipeline_stage": 2 for end in ("first", "last")}
-    fast = Layout.from_flags(12, 3, 2, **ends)
-    stages = tuple(
-        StageRecord(
-            tuple(layer for chunk in own for layer in chunk.layers), StaticBytes(), residual_ms=more
-        )
-        for own, more in zip(fast.stages, (0.0, -1000.0, 0.0), strict=True)
-    )
-    asked = Problem(replace(profile, stages=stages), Layout.from_flags(12, 3, 2), Schedule(3, 2, 6))
-    found = search_layout(asked.at(3000))
-    fastest = solve(replace(asked, layout=fast).at(3000))
-    assert found.evidence.bound_ms <= fastest.cost.step_ms < found.solution.cost.step_ms

@@ -25,17 +25,14 @@ def test_the_searched_micro_batch_has_the_fastest_step():
         except InfeasibleError:
             steps.append(float("inf"))
     assert best.solution.cost.step_ms == min(steps)
-    assert best.evidence.gap == 0
-    assert len(best.notes) == 4
-    assert "no other sizes make a shorter one" in best.notes[-1]
+    assert len(best.notes) == 3
     with pytest.raises(InfeasibleError):
         search_shapes([own.at(10) for own in problems], layouts=False)
 
 
 def test_no_size_with_any_layers_per_stage_has_a_shorter_step_than_the_searched_one():
-    """Sizes are searched after each other, each for what is shorter than the best before it."""
     sizes, moved = set(), 0
-    for seed in (2, 3, 7, 13):
+    for seed in (2, 7, 9, 10, 13):
         profile, layout, schedule, budget = problem_of_uneven_stages(seed)
         one = replace(profile, parallelism=replace(profile.parallelism, micro_batch_size=1))
         schedule = replace(schedule, num_microbatches=4 * schedule.num_microbatches)
@@ -43,14 +40,10 @@ def test_no_size_with_any_layers_per_stage_has_a_shorter_step_than_the_searched_
             Problem(other, layout, same_samples(schedule, one, other))
             for other in (with_micro_batch(one, size, 1 + 0.1 * size) for size in (2, 1, 4))
         ]
-        steps = [
-            shortest_of_all(p.profile, layout.num_stages, p.schedule, budget) for p in problems
-        ]
+        steps = [shortest_of_all(problem.at(budget)) for problem in problems]
         found = search_shapes([own.at(budget) for own in problems], layouts=True)
         shortest = min(step for step in steps if step is not None)
         assert found.solution.cost.step_ms == pytest.approx(shortest, rel=1e-12), seed
-        assert found.evidence.gap == 0, seed
-        assert "no other sizes and no layers per stage make a shorter one" in found.notes[-1]
         sizes.add(found.megatron_flags["--micro-batch-size"])
         moved += found.problem.layout != layout
     assert len(sizes) > 1
@@ -72,7 +65,7 @@ def test_a_size_that_is_best_only_inside_the_noise_gives_way_to_the_asked_one():
     sure, unsure = found
     assert sure.megatron_flags == {"--micro-batch-size": "4"}
     assert unsure.megatron_flags == {"--micro-batch-size": "2"}
-    assert "Micro-batch size 2, as asked, is taken: Micro-batch size 4 takes" in unsure.notes[-2]
+    assert "Micro-batch size 2, as asked, is taken: Micro-batch size 4 takes" in unsure.notes[-1]
 
 
 def test_another_micro_batch_runs_as_many_samples():

@@ -9,11 +9,9 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.curve import pareto
-from megatron_autorecompute.planner.search.neighbours import changed_at
-from megatron_autorecompute.planner.search.offload import without_offload
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.shapes import search_shapes
-from megatron_autorecompute.planner.search.solve import solve, try_solve
+from megatron_autorecompute.planner.search.solve import solve, try_solve, without_offload
 from megatron_autorecompute.policy import LayerPolicy, MegatronStrategy, RecomputePolicy
 from megatron_autorecompute.profile import ChoiceRecord, HostLink, OffloadGroup
 from tests.planner.uniform_profiles import uniform_profile
@@ -194,8 +192,6 @@ def test_megatrons_whole_layer_offload_is_taken_where_it_is_the_fastest():
     assert solve(problem.at(least)).cost.peak_high_bytes == least
     with pytest.raises(InfeasibleError):
         solve(problem.at(least - 1))
-    changes = [problem.cost(other) for _, other in changed_at(problem, found.policy, 2)]
-    assert changes
 
 
 @pytest.mark.parametrize("seed", range(20, 26))
@@ -230,7 +226,6 @@ def test_a_layout_is_found_that_fits_with_its_copies(budget):
     steps = [brute_force(problem, budget, choices) for problem in problems]
     best = min(step for step in steps if step is not None)
     found = search_shapes([problems[1].at(budget)], layouts=True)
-    assert found.evidence.bound_ms <= best * (1 + 1e-9)
     assert found.solution.cost.step_ms == pytest.approx(best)
 
 

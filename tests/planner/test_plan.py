@@ -76,8 +76,8 @@ def test_the_best_manual_strategy_is_kept_and_is_slower(plan):
 
 
 def test_a_changed_fingerprint_says_what_changed(plan):
-    assert changes(plan.fingerprint, {"torch": "2.13.0", "device": "cpu"}) == ()
-    assert changes(plan.fingerprint, {"torch": "2.14.0", "tp": "2"}) == (
+    assert changes(plan.profile.fingerprint, {"torch": "2.13.0", "device": "cpu"}) == ()
+    assert changes(plan.profile.fingerprint, {"torch": "2.14.0", "tp": "2"}) == (
         "device: cpu, now absent",
         "torch: 2.13.0, now 2.14.0",
         "tp: absent, now 2",

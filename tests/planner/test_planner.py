@@ -12,7 +12,6 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search.curve import pareto
 from megatron_autorecompute.planner.search.manual import best_manual, manual_policy
-from megatron_autorecompute.planner.search.neighbours import neighbours
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import StepEvidence
 from megatron_autorecompute.planner.search.solve import solve, try_solve
@@ -239,20 +238,6 @@ def test_only_allowed_choices_are_used():
     assert {str(layer) for layer in solution.policy.layers} <= {"none", "full"}
     with pytest.raises(ProfileError, match="None of the allowed choices"):
         solve(Problem(profile, layout, schedule, 700, allowed=["selective[moe]"]))
-
-
-def test_neighbours_are_every_other_choice_of_a_layer_with_the_rest_unchanged():
-    problem = Problem(*problem_of_many()[:3])
-    policy = RecomputePolicy.parse("full/3*6,none*6", num_layers=12)
-    found_choices = [found.choice for found in neighbours(problem, policy, 1)]
-    assert set(found_choices) == {
-        "none",
-        "full",
-        "selective[mlp]",
-        "selective[core_attn]",
-    }
-    with pytest.raises(PolicyError, match="Layer 12 does not exist"):
-        neighbours(problem, policy, 12)
 
 
 def test_a_wrong_number_of_budgets_is_refused():

@@ -96,7 +96,7 @@ def long_step():
     point = CurvePoint(11_000, plan.cost.step_ms, 11_000, plan.policy.format())
     paste = {plan.policy.format(): "here"}
     curve = Curve("", (point,), ())
-    return ReportData(plan, timeline(plan), ((),) * layers, curve, paste)
+    return ReportData(plan, timeline(plan), curve, paste)
 
 
 THREE = {

@@ -6,17 +6,12 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.cli.program import main
-from megatron_autorecompute.planner.cost.layout import Layout
-from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.plan import Plan, make_plan
-from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.profile import ChoiceRecord
+from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.figures import strip_svg
 from megatron_autorecompute.report.html import html
 from megatron_autorecompute.report.words import size
 from testing.browser import chromium, opened
-from tests.planner.uniform_profiles import uniform_profile
 from tests.report.plans import copying_plan, early_plan, long_step
 from tests.support import EXAMPLE_JOBS
 
@@ -99,22 +94,6 @@ def test_what_begins_early_has_a_bar_of_its_own(browser, tmp_path):
         assert found.said == []
 
 
-@pytest.mark.parametrize("spread_ms", [0.0, 0.5])
-def test_a_choice_that_errors_do_not_tell_apart_is_a_tie_in_its_table(browser, tmp_path, spread_ms):
-    none = ChoiceRecord("none", 60, 10, 20, 10.0, 20.0, spread_ms)
-    full = ChoiceRecord("full", 10, 10, 20, 10.0, 20.5, spread_ms)
-    problem = Problem(uniform_profile(4, none, full), Layout.from_flags(4, 1), Schedule(1, 1, 4))
-    page = tmp_path / "plan.html"
-    page.write_text(html(report_data(make_plan(problem.at(1 << 40)))))
-    with opened(browser, page) as found:
-        found.page.locator("#policy [data-layer='2']").hover()
-        cells = found.page.locator("#tip td").all_inner_texts()
-        tied = found.page.locator("#tip th", has_text="tie").count()
-        assert (cells[-1], tied) == (("=", 1) if spread_ms else ("yes", 0))
-        assert ("tie: neither step is surely the shorter one" in found.tip) == bool(spread_ms)
-        assert found.said == []
-
-
 @pytest.mark.parametrize("width", [320, 400, 1280])
 def test_a_report_scrolls_sideways_at_no_width(browser, report, width):
     with opened(browser, report, width=width) as found:
@@ -130,7 +109,7 @@ EVENT = """(() => {
 """Where an event of stage 0 is, as a share of the picture's width."""
 
 
-def test_the_mouse_finds_events_waiting_memory_layers_and_points_of_the_curve(browser, llama):
+def test_the_mouse_finds_events_waiting_memory_and_points_of_the_curve(browser, llama):
     took_s = Plan.load(llama.with_suffix(".json")).cost.step_ms / 1e3
     with opened(browser, llama) as found:
         found.over("#pipeline", found.ask(EVENT), 0.05)
@@ -140,8 +119,6 @@ def test_the_mouse_finds_events_waiting_memory_layers_and_points_of_the_curve(br
         assert "static (weights, gradients, optimizer)" in found.tip
         found.over("#pipeline", 0.01, 0.05)
         assert found.tip == ""
-        found.page.locator("#policy [data-layer='17']").hover()
-        assert found.tip.startswith("Layer 17, stage 1")
         found.page.locator(".curve .ours").hover()
         assert found.tip.startswith(f"This plan: {took_s:.1f} s")
         assert found.said == []
@@ -168,7 +145,7 @@ def test_wheel_buttons_and_dragging_zoom_and_move(browser, llama):
         assert found.ask("view[1] - view[0] < end / 10")
 
 
-def test_keys_alone_reach_events_stages_layers_and_the_fullest_moment(browser, llama):
+def test_keys_alone_reach_events_stages_and_the_fullest_moment(browser, llama):
     with opened(browser, llama) as found:
         found.page.focus("#pipeline")
         for key in ("p", "ArrowRight", "ArrowLeft"):
@@ -183,11 +160,6 @@ def test_keys_alone_reach_events_stages_layers_and_the_fullest_moment(browser, l
         assert found.tip.startswith(("Forward", "Backward"))
         found.page.keyboard.press("0")
         assert found.ask(WHOLE)
-        found.page.focus("#policy [data-layer='0']")
-        for key in ("ArrowRight", "ArrowDown"):
-            found.page.keyboard.press(key)
-        focused = int(found.ask("document.activeElement.dataset.layer"))
-        assert found.tip.startswith(f"Layer {focused}, stage 1")
 
 
 @pytest.mark.parametrize("way", ["key", "button"])

@@ -11,7 +11,6 @@ from html import unescape
 import numpy as np
 import pytest
 
-from megatron_autorecompute.planner.search.neighbours import changed_at, neighbours
 from megatron_autorecompute.report.data import report_data
 from megatron_autorecompute.report.html import html, packed, page_data
 from megatron_autorecompute.report.recorded import recorded_step
@@ -94,27 +93,6 @@ def test_names_are_escaped(data):
     page = html(replace(data, plan=replace(data.plan, profile=odd)))
     assert '<b>&"' not in page
     assert "&lt;b&gt;&amp;" in page
-
-
-def layers_of(chunks):
-    return [layer for chunk in chunks for layer in chunk.layers]
-
-
-def test_a_layers_other_choices_are_those_that_explain_prints(data):
-    plan = data.plan
-    for layer in (0, 3, 7, 47):
-        assert list(data.others[layer]) == neighbours(plan.problem(), plan.policy, layer)
-        stage = next(s for s, cs in enumerate(plan.layout.stages) if layer in layers_of(cs))
-        now = plan.cost.stages[stage]
-        changed = changed_at(plan.problem(), plan.policy, layer)
-        for found, (choice, policy) in zip(data.others[layer], changed, strict=True):
-            cost = plan.problem().cost(policy)
-            other = cost.stages[stage]
-            assert found.choice == str(choice)
-            assert found.step_ms == pytest.approx(cost.step_ms - plan.cost.step_ms)
-            assert found.stage_busy_ms == pytest.approx(other.busy_ms - now.busy_ms)
-            assert found.peak_bytes == other.peak_high_bytes - now.peak_high_bytes
-            assert found.fits == (other.peak_high_bytes <= plan.budget_bytes[stage])
 
 
 def test_no_setting_of_megatrons_beats_the_curve_in_the_same_bytes(data):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_autorecompute.planner.search.shapes import proof_of_all
 from megatron_autorecompute.planner.search.solution import OPTIMAL, StepEvidence, nearness
 from megatron_autorecompute.report.words import proof
 from tests.report.plans import random_plan
@@ -34,12 +33,6 @@ def test_the_page_explains_the_very_words_of_a_plan(gap):
         f"{said} in this model: no choices that fit"
     )
     assert f"`{said}` stands for a gap of" in one_line(ROOT / "docs" / "plan.md")
-
-
-@pytest.mark.parametrize("gap", [0.0, 0.003])
-def test_the_page_explains_the_very_words_of_a_search(gap):
-    said = proof_of_all("layouts", "no others", StepEvidence(1 - gap, gap)).partition(":")[0]
-    assert f"`{said}`" in one_line(ROOT / "docs" / "plan.md")
 
 
 def test_all_else_uses_these_words_and_the_readme_says_where_they_are_explained():

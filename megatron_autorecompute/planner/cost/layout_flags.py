@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from megatron_autorecompute.errors import PipelineError
 from megatron_autorecompute.planner.cost.hybrid_pattern import HybridPattern
@@ -21,13 +19,6 @@ def layers_per_stage(layout: Layout) -> list[int]:
     return [sum(len(chunk.layers) for chunk in stage) for stage in layout.stages]
 
 
-def one_chunk_each(sizes: Sequence[int], mtp_num_layers: int) -> Layout:
-    """One chunk per stage with so many decoder layers; MTP depths are on the last."""
-    rows = ["t" * size for size in sizes]
-    rows[-1] += "m" * mtp_num_layers
-    return Layout.from_rows(rows, len(rows))
-
-
 def uneven_sizes(shape: Layout) -> Iterator[tuple[int, int, int]]:
     """The layers of the first stage, of each one between, and of the last, MTP depths not counted,
     that the flags for uneven stages may give a layout of as many stages and chunks."""
@@ -36,25 +27,6 @@ def uneven_sizes(shape: Layout) -> Iterator[tuple[int, int, int]]:
         ends = layers - middle * between
         for first in range(chunks, ends, chunks):
             yield first, middle, ends - first
-
-
-def uneven_layouts(shape: Layout) -> Iterator[Layout]:
-    """Every layout of as many stages and chunks that the flags for uneven stages can give."""
-    sizes = ((first, last) for first, _, last in uneven_sizes(shape))
-    return filter(None, (uneven_layout(shape, *ends) for ends in sizes))
-
-
-def all_layouts(shape: Layout, most: int) -> list[Layout]:
-    """With one chunk per stage: every partition of the decoder layers, if there are no more than
-    this. Otherwise: what the flags for uneven stages can give."""
-    layers, stages = shape.num_layers, shape.num_stages
-    if shape.num_chunks > 1 or math.comb(layers + stages - 1, stages - 1) > most:
-        return list(uneven_layouts(shape))
-    found = []
-    for cuts in itertools.combinations_with_replacement(range(layers + 1), stages - 1):
-        sizes = [b - a for a, b in itertools.pairwise((0, *cuts, layers))]
-        found.append(one_chunk_each(sizes, shape.mtp_num_layers))
-    return found
 
 
 def layout_flags(layout: Layout, pattern: HybridPattern | None = None) -> dict[str, str]:

@@ -8,7 +8,7 @@ every policy; it may as well be a share of the stage's work, and both readings c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -79,25 +79,6 @@ def deviation_ms(record: ChoiceRecord) -> float:
     return max(one, turns)
 
 
-def ties(
-    costs: PolicyCosts, policy: RecomputePolicy, others: Iterable[RecomputePolicy]
-) -> Iterator[bool]:
-    """Whether errors leave open which is shorter, the step of a policy or that of each other one.
-
-    Where no time errs: whether both steps are equal.
-    """
-    if not any(map(_errs, costs.clocks)):
-        step_ms = costs.of(policy).step_ms
-        yield from (costs.of(other).step_ms == step_ms for other in others)
-        return
-    own = StepErrors(costs, policy)
-    yield from (own.ties_with(StepErrors(costs, other)) for other in others)
-
-
-def _errs(profile: Profile) -> bool:
-    return bool(profile.times_error) or any(map(deviation_ms, profile.all_records))
-
-
 class StepErrors:
     """Errors of the step of one policy, which is made of recorded choices."""
 
@@ -133,10 +114,6 @@ class StepErrors:
             (one or own[0]).is_surely_shorter(two or others[0])
             for one, two in zip_longest(own, others)
         )
-
-    def ties_with(self, other: StepErrors) -> bool:
-        """Whether neither step is surely the shorter one."""
-        return not (self.surely_shorter(other) or other.surely_shorter(self))
 
 
 def _readings(costs: PolicyCosts, policy: RecomputePolicy, table: CostTable) -> list[_Reading]:

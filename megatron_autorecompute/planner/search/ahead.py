@@ -84,8 +84,9 @@ class _Levels:
         layers = list(self._ladder[0][0].policies[0].layers)
         for stage, rung in enumerate(chosen[0]):
             policy = self._ladder[rung][stage].policies[most[rung, stage]]
-            for layer in _layers(self._problem, stage):
-                layers[layer] = policy.layers[layer]
+            for chunk in self._problem.layout.stages[stage]:
+                for layer in chunk.layers:
+                    layers[layer] = policy.layers[layer]
         return RecomputePolicy(tuple(layers))
 
     def _rungs(self, choices: Sequence[StageChoice]) -> list[_Rung]:
@@ -142,10 +143,6 @@ class _Levels:
         found: Ints = finished(self._problem.schedule, forward, backward, ahead).max(axis=0)
         steps: Ints = found.reshape(chosen.shape[:-1])
         return steps
-
-
-def _layers(problem: Problem, stage: int) -> Iterable[int]:
-    return itertools.chain.from_iterable(chunk.layers for chunk in problem.layout.stages[stage])
 
 
 def _without_needless(problem: Problem, policy: RecomputePolicy) -> RecomputePolicy:

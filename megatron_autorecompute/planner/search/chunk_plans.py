@@ -134,27 +134,24 @@ _SIZE, _CHOICE, _PARENT, _RUNS, _FIRST = range(5)
 
 
 class Walk:
-    """Plans of a chunk from its last unit to its first.
+    """Plans of a chunk from its last unit to its first, of those that are picked at every place.
+    `forward`: whether the highest point in a forward matters."""
 
-    Args:
-        units: the units of the chunk.
-        pick: what is kept at every place.
-        forward: whether the highest point in a forward matters.
-    """
-
-    def __init__(self, units: ChunkUnits, pick: _Thin | Pruned, *, forward: bool) -> None:
+    def __init__(self, units: ChunkUnits, pick: Thin | Pruned, *, forward: bool) -> None:
         self.units, self.forward = units, forward
         end = np.array([[0, -1, -1, 0, -1]], np.int64)
         self._rows, self._back = {units.places: np.zeros((1, 5), np.int64)}, {units.places: end}
         for place in reversed(range(units.places)):
             self._go_on(place, pick)
+        self.complete = pick.complete
+        """Whether no other plan is better in anything that was asked for."""
 
     @property
     def rows(self) -> Ints:
         """The rows of whole plans, `[plan, column]`."""
         return self._rows[0]
 
-    def _go_on(self, place: int, pick: _Thin | Pruned) -> None:
+    def _go_on(self, place: int, pick: Thin | Pruned) -> None:
         own, sizes, ids = self.units.options(place, np.array([*pick.sizes(place)], np.int64))
         ends = [place + size for size in sizes.tolist()]
         counts = np.array([len(self._rows[end]) for end in ends])
@@ -179,8 +176,8 @@ class Walk:
         return tuple(found)
 
 
-class _Thin:
-    """Keeps all that are not worse, up to a width."""
+class Thin:
+    """Keeps all that are not worse, up to a width: for a table of any budget."""
 
     def __init__(self, units: ChunkUnits) -> None:
         self.units, self.complete = units, True
@@ -217,11 +214,7 @@ class Priced:
 
     A plan costs its times, the bytes that it holds, and its highest points in both directions. None
     of these is lower than what all units hold and the last one needs besides. So a sum over units
-    bounds the cost, and the least sum is found from place to place.
-
-    Args:
-        units: the units of the chunk.
-        prices: by column.
+    bounds the cost, and the least sum is found from place to place. Prices are by column.
     """
 
     def __init__(self, units: ChunkUnits, prices: Floats) -> None:
@@ -253,14 +246,8 @@ class Priced:
 
 
 class Pruned:
-    """Keeps plans whose cost at some prices can be within a limit.
-
-    Args:
-        priced: the prices.
-        weights: the weights of times in what is to be the least, forward and backward.
-        limit: the limit of the whole cost.
-        width: the most that are kept at a place.
-    """
+    """Keeps plans whose cost at some prices can be within a limit, at a place so many at most. The
+    weights are of times in what is to be the least, forward and backward."""
 
     def __init__(self, priced: Priced, weights: Floats, limit: float, width: int) -> None:
         self.priced, self.weights, self.width = priced, weights, width
@@ -268,6 +255,11 @@ class Pruned:
         self.limit = limit + SLACK * abs(limit)
         self.left = np.inf
         """The least cost of what was left out because it was too much."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing was left out."""
+        return self.left == np.inf
 
     def sizes(self, place: int) -> Iterable[int]:
         """The sizes that may be in a plan within the limit."""
@@ -299,34 +291,24 @@ class Pruned:
         return kept[chosen]
 
 
-class ChunkTable:
-    """The plans of a chunk for all budgets."""
-
-    def __init__(self, units: ChunkUnits, *, forward: bool) -> None:
-        pick = _Thin(units)
-        self.units, self.walk = units, Walk(units, pick, forward=forward)
-        self.complete = pick.complete
-        """Whether no other plan is better in anything."""
-
-
 class Plans:
     """The plans of a chunk that one search knows: of its table, and those that it adds."""
 
-    def __init__(self, table: ChunkTable) -> None:
-        self.table, self.rows = table, table.walk.rows
+    def __init__(self, table: Walk) -> None:
+        self.table, self.rows = table, table.rows
         self._added: dict[int, tuple[LayerPolicy, ...]] = {}
         self._numbers: dict[tuple[LayerPolicy, ...], int] = {}
 
     def policies(self, row: int) -> tuple[LayerPolicy, ...]:
         """The choices of a plan."""
-        return self._added[row] if row in self._added else self.table.walk.policies(row)
+        return self._added[row] if row in self._added else self.table.policies(row)
 
     def add(self, policies: Sequence[LayerPolicy]) -> int:
         """The number of a plan from elsewhere."""
         own = tuple(policies)
         if own not in self._numbers:
             row = self.table.units.plan(own)
-            if not self.table.walk.forward:
+            if not self.table.forward:
                 row[FORWARD] = 0
             self._numbers[own] = len(self.rows)
             self._added[len(self.rows)] = own

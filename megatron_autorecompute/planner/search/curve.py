@@ -12,13 +12,13 @@ from megatron_autorecompute.planner.search.manual import (
     settings_of_modules,
     settings_of_whole_layers,
 )
-from megatron_autorecompute.planner.search.offload import (
+from megatron_autorecompute.planner.search.problem import Problem
+from megatron_autorecompute.planner.search.solve import (
+    deciding,
     spreads,
     without_copies,
     without_offload,
 )
-from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.solve import deciding
 from megatron_autorecompute.planner.search.stage import Stage
 from megatron_autorecompute.planner.search.stage_problem import StageChoice, put_together
 from megatron_autorecompute.policy import RecomputePolicy

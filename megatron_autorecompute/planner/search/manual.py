@@ -58,26 +58,20 @@ def fastest_that_fits(
         least_ms = math.inf if best is None else problem.cost(best).step_ms
         if costs.step_ms(policy) >= least_ms:
             break
-        shorter = may_fit(problem, policy) and problem.cost(policy).step_ms < least_ms
-        best = policy if shorter and fits(problem, policy) else best
+        if fits(problem, policy) and problem.cost(policy).step_ms < least_ms:
+            best = policy
     return best
 
 
 def fits(problem: Problem, policy: RecomputePolicy) -> bool:
     """Whether the high end of every stage's peak is within its budget, and host memory has room for
     a device's copies."""
-    cost = problem.cost(policy)
-    pairs = zip(cost.stages, problem.budgets, strict=True)
+    costs = problem.costs
+    if any(costs.peak_alone(s, policy).bytes > own for s, own in enumerate(problem.budgets)):
+        return False  # a quicker test, without bytes of copies under way
+    pairs = zip(costs.of(policy).stages, problem.budgets, strict=True)
     within = all(own.peak_high_bytes <= budget for own, budget in pairs)
     return within and has_room(problem, policy)
-
-
-def may_fit(problem: Problem, policy: RecomputePolicy) -> bool:
-    """Whether a policy may fit, by a quicker test without bytes of copies under way."""
-    return all(
-        problem.costs.peak_alone(stage, policy).bytes <= budget
-        for stage, budget in enumerate(problem.budgets)
-    )
 
 
 def _policies(
@@ -178,15 +172,6 @@ def settings_of_whole_layers(problem: Problem) -> tuple[RecomputePolicy, ...]:
         MegatronStrategy("cpu_offloading", (), number).policy(profile.num_layers)
         for number in range(1, profile.num_layers)
     )
-
-
-def fastest_whole(problem: Problem) -> RecomputePolicy | None:
-    """Megatron's fastest `cpu_offloading/N` that fits; None where none does. It is that of the
-    fewest layers: where more leave, each must have left sooner, and is asked for later."""
-    for policy in settings_of_whole_layers(problem):
-        if may_fit(problem, policy) and fits(problem, policy):
-            return policy
-    return None
 
 
 def has_room(problem: Problem, policy: RecomputePolicy) -> bool:

@@ -97,12 +97,7 @@ _FEW_STAGES = 32
 
 
 class Master:
-    """The linear program of one problem.
-
-    Args:
-        replay: the replay of its schedule.
-        stages: what each may do.
-    """
+    """The linear program of one problem."""
 
     def __init__(self, replay: Replay, stages: Sequence[StagePlans]) -> None:
         self.replay, self.stages = replay, stages
@@ -177,13 +172,12 @@ class Master:
     def _bound(self, weights: Floats, solved: Mixture) -> tuple[float, list[Floats]]:
         """What prices bound every step to, and what figures of plans cost, by stage."""
         total = float((weights * self.replay.residual).sum())
-        size, prices = abs(total), []
-        for s, stage in enumerate(self.stages):
-            prices.append(stage.prices(weights[:, s], solved.price[s]))
-            paid, least = float(solved.price[s] @ stage.room), stage.bounds(prices[s])
-            total += float(least.sum()) - paid
-            size += float(np.abs(least).sum()) + abs(paid)
-        return total - SLACK * size, prices
+        total -= SLACK * abs(total)
+        prices = [
+            stage.prices(weights[:, s], solved.price[s]) for s, stage in enumerate(self.stages)
+        ]
+        parts = zip(self.stages, prices, solved.price, strict=True)
+        return total + sum(stage.base(own, price) for stage, own, price in parts), prices
 
     def left(self, step: float) -> list[Pools]:
         """The plans with which a step may be shorter than this one, in ps, by stage."""

@@ -25,12 +25,7 @@ NO_LIMIT = 1 << 60
 
 
 class Stages:
-    """What does not depend on a problem's budgets: costs, and the searches of stages.
-
-    Args:
-        costs: the costs of policies in the model.
-        only: the choices that may be used.
-    """
+    """What does not depend on a problem's budgets: costs, and the searches of stages."""
 
     def __init__(self, costs: PolicyCosts, only: OnlyChoices) -> None:
         self.costs, tables = costs, Tables()
@@ -83,21 +78,18 @@ class Problem:
     def __post_init__(self) -> None:
         check_layout(self.profile, self.layout, self.schedule)
         check_figures(self.profile, self.schedule)
-        self._check_budgets()
-        if len(self.budgets) != self.layout.num_stages:
-            raise PolicyError(
-                f"{len(self.budgets)} budgets for {self.layout.num_stages} stages. Give one for "
-                "all or one for each."
-            )
-        _ = self.only
-
-    def _check_budgets(self) -> None:
         for size in self.budgets:
             if type(size) is not int or size > NO_LIMIT:
                 raise OptionError(
                     f"The budget {size!r:.80} is no whole number of bytes up to {NO_LIMIT}. Give "
                     "an int for all stages, such as 70 << 30, or one for each."
                 )
+        if len(self.budgets) != self.layout.num_stages:
+            raise PolicyError(
+                f"{len(self.budgets)} budgets for {self.layout.num_stages} stages. Give one for "
+                "all or one for each."
+            )
+        _ = self.only
 
     def at(self, budget: Budget) -> Problem:
         """This problem with another budget; what does not depend on it is shared."""

@@ -1,56 +1,37 @@
-"""Searches layers per stage and micro-batch sizes for the shortest step.
-
-Steps are bounded without a search, each time closer than before; the lowest ones are solved until
-none that is left can be shorter.
+"""Other layouts and micro-batch sizes: the shortest step of the most promising ones, and changes
+that would make an infeasible plan fit.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
-import numpy as np
-
-from megatron_autorecompute.errors import PipelineError, ProfileError
-from megatron_autorecompute.planner.cost import Floats, Ints
+from megatron_autorecompute.errors import InfeasibleError, PipelineError, PolicyError, ProfileError
 from megatron_autorecompute.planner.cost.hybrid_pattern import pattern_of_job
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.layout_flags import (
-    FIRST,
-    LAST,
-    all_layouts,
     layers_per_stage,
     layout_flags,
+    uneven_layout,
+    uneven_sizes,
 )
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.cost.stage_times import residual_times
 from megatron_autorecompute.planner.cost.step_interval import StepErrors
-from megatron_autorecompute.planner.cost.step_time import one_path_each
-from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS, CostTable
-from megatron_autorecompute.planner.search.chunk_plans import SLACK
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.solution import (
-    Solution,
-    StepEvidence,
-    gave_way,
-    nearness,
-)
+from megatron_autorecompute.planner.search.solution import Solution, gave_way
 from megatron_autorecompute.planner.search.solve import solve, try_solve
+from megatron_autorecompute.policy import FULL, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import Profile
 
 FLAG = "--micro-batch-size"
-INTERLEAVED = (
-    f"Interleaved, only layouts that {FIRST} and {LAST} can say are searched; others are not "
-    "offered."
-)
-_PARTITIONS = 2000
-"""Up to which all are looked at."""
-_LAYERS_SOLVED = 1 << 10
-"""The most layers of all solved layouts together; the others have looser bounds."""
+_CLOSEST = 100
+"""Layouts that are estimated: those whose largest stage has the fewest layers."""
+_LAYERS_SOLVED = 1 << 9
+"""The most layers of all layouts that are solved after each other without a shorter step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +43,18 @@ class SearchResult:
     megatron_flags: Mapping[str, str]
     """Megatron's flags that give it, name to value."""
     notes: tuple[str, ...]
-    """Sentences on what it gains; the last one says what is proven."""
-    evidence: StepEvidence
-    """How far its step is from the shortest one of all that were searched."""
+    """Sentences on what was tried and what it gains."""
+
+
+Tried = tuple[Problem, Solution | None]
+"""A layout or micro-batch size, and its solution; None where nothing fits."""
 
 
 def search_shapes(problems: Sequence[Problem], *, layouts: bool) -> SearchResult:
-    """The shortest step of some problems, or of all their layouts.
+    """The shortest step of some problems, or of their most promising layouts.
 
-    One chunk per stage: all partitions of the decoder layers, if they are few; MTP depths stay with
-    the loss. Otherwise all that the numbers of layers of the first and the last stage can give, see
-    `all_layouts`; no others are searched. Static bytes of stages that were not measured are added
-    up from the profile's per-kind figures.
+    Layouts are those that the numbers of layers of the first and the last stage can give. Static
+    bytes of stages that were not measured are added up from the profile's per-kind figures.
 
     Args:
         problems: one for each micro-batch size, all of as many samples per step (see
@@ -85,11 +66,21 @@ def search_shapes(problems: Sequence[Problem], *, layouts: bool) -> SearchResult
     """
     if layouts:
         _check_encoder(problems[0])
-    found = _Search(problems, layouts=layouts)
-    if not found.best:
-        solve(problems[0])  # raises with the reason
-        raise AssertionError("an infeasible problem was solved")
-    return found.result()
+    sizes = [_tried(problem, layouts=layouts) for problem in problems]
+    problem, solution = min((own for tried in sizes for own in tried), key=_step_ms)
+    if solution is None:
+        solution = solve(problem)  # raises with the reason
+    notes, (first, asked) = [_said(tried, layouts=layouts) for tried in sizes], sizes[0][0]
+    if asked is not None and _is_unsure(problem, solution, first, asked):
+        less = 1 - solution.cost.step_ms / asked.cost.step_ms
+        own, other = (_named(each, layouts=layouts) for each in (first, problem))
+        notes.append(gave_way(f"{own}, as asked,", other, less))
+        problem, solution = first, asked
+    size = str(problem.profile.parallelism.micro_batch_size)
+    flags = {FLAG: size} if len(problems) > 1 or not layouts else {}
+    if all(problem is not own for own in problems):
+        flags |= layout_flags(problem.layout, pattern_of_job(problem.profile.model.facts))
+    return SearchResult(problem, solution, flags, tuple(notes))
 
 
 def same_samples(schedule: Schedule, asked: Profile, other: Profile) -> Schedule:
@@ -117,176 +108,80 @@ def _check_encoder(problem: Problem) -> None:
         )
 
 
-class LeastSteps:
-    """No choices that fit make a shorter step than is said here; infinite: nothing fits.
-
-    Args:
-        problem: the problem of any layout of as many stages and chunks.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self._table = problem, problem.table
-        profile, layout = problem.profile, problem.layout
-        least = [_least_ps(self._table, layer) for layer in range(layout.num_layers)]
-        depths = [0] * layout.mtp_num_layers
-        self._before: Ints = np.array([0, *least, *depths], np.int64).cumsum()
-        """What all decoder layers before each layer take at least."""
-        self._kinds = [profile.kind_of(layer).name for layer in range(profile.num_layers)]
-        self._known: dict[object, Floats] = {}
-
-    def without_budget_ms(self, layout: Layout) -> float:
-        """A bound from the busiest stage's decoder layers, without a budget."""
-        own = (
-            sum(int(self._before[c.layers[-1] + 1] - self._before[c.layers[0]]) for c in stage)
-            for stage in ([c for c in stage if c.layers] for stage in layout.stages)
-        )
-        less_ms = min([0.0, *(stage.residual_ms for stage in self.problem.profile.stages)])
-        each_ms = max(own) / PS_PER_MS + less_ms
-        return self.problem.schedule.num_microbatches * max(0.0, each_ms) * (1 - SLACK)
-
-    def step_ms(self, problem: Problem) -> float:
-        """A bound from what the choices that fit take on paths, as prices of bytes tell."""
-        residual = residual_times(self._table, problem.layout).both
-        total = (self._paths * residual).sum(axis=(1, 2, 3))
-        total += sum(self._of_stage(problem, stage) for stage in range(problem.layout.num_stages))
-        return float(total.max()) * (1 - SLACK) / PS_PER_MS
-
-    @cached_property
-    def _paths(self) -> Floats:
-        """A longest path for each stage that may be the slowest, `[path, direction, stage, chunk]`;
-        of recompute that may begin early only what its own stage is busy with."""
-        schedule, stages = self.problem.schedule, range(self.problem.layout.num_stages)
-        shape = schedule.num_stages, schedule.num_chunks, schedule.num_stages
-        slower = 2 * np.ones(shape, np.int64) + np.eye(len(stages), dtype=np.int64)[:, None]
-        if not self.problem.may_begin_early:
-            return np.array(one_path_each(schedule, slower, 2 * slower), np.float64)
-        paths = np.zeros((len(stages), 2, *shape[:2]))
-        paths[stages, :, stages] = schedule.num_microbatches
-        return paths
-
-    def _of_stage(self, problem: Problem, stage: int) -> Floats:
-        """What a stage takes on each path; worked out once for stages with like layers."""
-        chunks, measured = problem.layout.stages[stage], bool(problem.profile.stages)
-        key = stage, *(self._alike(chunk.layers, measured) for chunk in chunks)
-        if key not in self._known:
-            fitting = problem.stages.stage(stage).plans(problem.budgets[stage])
-            weights, which = np.unique(self._paths[:, :, stage], axis=0, return_inverse=True)
-            bounds = [math.inf if fitting is None else fitting.bound(each) for each in weights]
-            self._known[key] = np.array(bounds)[which.ravel()]
-        return self._known[key]
-
-    def _alike(self, layers: tuple[int, ...], measured: bool) -> object:
-        """Differs between layers of one chunk that cost differently."""
-        last = self.problem.layout.num_layers - 1
-        ends = layers[-1:] == (last,), layers[:1] == (last + 1,)
-        return ends, layers if measured else tuple(self._kinds[layer] for layer in layers)
+def _step_ms(tried: Tried) -> float:
+    return math.inf if tried[1] is None else tried[1].cost.step_ms
 
 
-def _least_ps(table: CostTable, layer: int) -> int:
-    """The least time of a layer, also as one of several in a measured checkpoint."""
-    times = [table.layer(layer, choice).time_ps for choice in table.choices(layer)]
-    for record in table.profile.kind_of(layer).choices:
-        if record.policy.group > 1:
-            whole_ms = record.forward_ms + record.backward_ms
-            times.append(int(whole_ms * PS_PER_MS / record.policy.group))
-    return min(times)
+def _tried(problem: Problem, *, layouts: bool) -> list[Tried]:
+    """A problem, and its most promising layouts until many in a row have no shorter step."""
+    found, without_gain = [(problem, try_solve(problem))], 0
+    for layout in promising(problem) if layouts else ():
+        best_ms = min(map(_step_ms, found))
+        if best_ms < math.inf and without_gain * layout.num_layers >= _LAYERS_SOLVED:
+            break
+        own = replace(problem, layout=layout)
+        found.append((own, try_solve(own)))
+        without_gain = 0 if _step_ms(found[-1]) < best_ms else without_gain + 1
+    return found
 
 
-class _Search:
-    """The search of one question; arguments as of `search_shapes`."""
+def promising(problem: Problem) -> list[Layout]:
+    """Other layouts of a problem, those that likely fit and have the shortest step first."""
+    sizes = heapq.nsmallest(_CLOSEST, uneven_sizes(problem.layout), key=max)
+    layouts = (uneven_layout(problem.layout, first, last) for first, _, last in sizes)
+    others = [own for own in layouts if own is not None and own != problem.layout]
+    ends = [_least(problem, figure) for figure in ("time_ps", "held_bytes")]
+    return sorted(others, key=lambda own: _estimated(replace(problem, layout=own), *ends))
 
-    def __init__(self, problems: Sequence[Problem], *, layouts: bool) -> None:
-        self.problems, self.layouts = problems, layouts
-        self.sizes = len(problems) > 1 or not layouts
-        """Whether micro-batch sizes are searched."""
-        self.best: dict[int, tuple[Problem, Solution]] = {}
-        """The shortest of each problem's layouts, by its number."""
-        self.bounds_ms = [math.inf]
-        for number, problem in enumerate(problems):
-            self._solve(number, problem)
-        self.asked = self.best[0][1] if 0 in self.best else None
-        if layouts:
-            self._search_layouts()
 
-    @property
-    def limit_ms(self) -> float:
-        """The shortest step so far."""
-        return min((own.cost.step_ms for _, own in self.best.values()), default=math.inf)
+def _least(problem: Problem, figure: str) -> RecomputePolicy:
+    """Of every layer the choice with the least of a figure."""
+    chosen, table = list[LayerPolicy](), problem.table
+    for layer in range(problem.profile.num_layers):
+        own = [choice for choice in table.choices(layer) if problem.allows(layer, choice)]
+        own = [choice for choice in own if not choice.offload] or own  # copies are long to replay
+        figures = [getattr(table.layer(layer, choice), figure) for choice in own]
+        chosen.append(own[figures.index(min(figures))])
+    return RecomputePolicy(tuple(chosen))
 
-    def _search_layouts(self) -> None:
-        """Solve the layout with the least bound until none that is left can be shorter."""
-        left: list[tuple[float, int, int, Layout, Problem | None]] = []
-        order, least = itertools.count(), list(map(LeastSteps, self.problems))
-        for number, own in enumerate(self.problems):
-            for layout in all_layouts(own.layout, _PARTITIONS):
-                if layout != own.layout:
-                    bound_ms = least[number].without_budget_ms(layout)
-                    left.append((bound_ms, next(order), number, layout, None))
-        heapq.heapify(left)
-        tries = max(1, _LAYERS_SOLVED // self.problems[0].layout.num_layers)
-        while left:
-            bound_ms, at, number, layout, problem = heapq.heappop(left)
-            limit_ms = self.limit_ms
-            if bound_ms >= limit_ms or (not tries and math.isfinite(limit_ms)):
-                self.bounds_ms.append(bound_ms)
-                return
-            if problem is None:  # a closer bound is to be had
-                problem = replace(self.problems[number], layout=layout)
-                bound_ms = max(bound_ms, least[number].step_ms(problem))
-                heapq.heappush(left, (bound_ms, at, number, layout, problem))
-                continue
-            tries -= tries > 0
-            self._solve(number, problem)
 
-    def _solve(self, number: int, problem: Problem) -> None:
-        solution = try_solve(problem)
-        if solution is None:
-            return
-        self.bounds_ms.append(solution.step_evidence.bound_ms or 0.0)
-        known = self.best.get(number)
-        if known is None or solution.cost.step_ms < known[1].cost.step_ms:
-            self.best[number] = problem, solution
+def _estimated(
+    problem: Problem, fastest: RecomputePolicy, leanest: RecomputePolicy
+) -> tuple[bool, float]:
+    """Whether the leanest choices exceed a budget; and the step in ms if each stage saves the bytes
+    it lacks at their price, and the busiest one works without a pause once the pipeline is full."""
+    busy_ms, is_short = list[float](), False
+    both = (problem.cost(policy).stages for policy in (fastest, leanest))
+    for fast, lean, budget in zip(*both, problem.budgets, strict=True):
+        saved = max(1, fast.peak_high_bytes - lean.peak_high_bytes)
+        share = max(0, fast.peak_high_bytes - budget) / saved
+        busy_ms.append(fast.busy_ms + share * (lean.busy_ms - fast.busy_ms))
+        is_short |= lean.peak_high_bytes > budget
+    filled = 1 - 1 / problem.schedule.num_microbatches
+    step_ms = filled * max(busy_ms) + (1 - filled) * sum(busy_ms) / problem.layout.num_chunks
+    return is_short, step_ms
 
-    def result(self) -> SearchResult:
-        """The shortest, or what was asked for where nothing is surely shorter; and why."""
-        first, asked = self.problems[0], self.asked
-        problem, solution = min(self.best.values(), key=lambda own: own[1].cost.step_ms)
-        notes = [self._of_size(number) for number in range(len(self.problems))]
-        if asked is not None and _is_unsure(problem, solution, first, asked):
-            less = 1 - solution.cost.step_ms / asked.cost.step_ms
-            notes.append(gave_way(f"{self._named(first)}, as asked,", self._named(problem), less))
-            problem, solution = first, asked
-        evidence = StepEvidence.of(solution.cost.step_ms, min(self.bounds_ms))
-        searched = ["micro-batch sizes"] * self.sizes + ["layouts"] * self.layouts
-        others = ["no other sizes"] * self.sizes + ["no layers per stage"] * self.layouts
-        notes.append(proof_of_all(" and ".join(searched), " and ".join(others), evidence))
-        if self.layouts and first.layout.num_chunks > 1:
-            notes[-1] += f" {INTERLEAVED}"
-        flags = {FLAG: str(problem.profile.parallelism.micro_batch_size)} if self.sizes else {}
-        if all(problem is not own for own in self.problems):
-            flags |= layout_flags(problem.layout, pattern_of_job(problem.profile.model.facts))
-        return SearchResult(problem, solution, flags, tuple(notes), evidence)
 
-    def _of_size(self, number: int) -> str:
-        """What the search has of one micro-batch size."""
-        problem = self.problems[number]
-        size, calls = problem.profile.parallelism.micro_batch_size, problem.schedule
-        said = f"Micro-batch size {size}, {calls.num_microbatches} microbatches"
-        if number not in self.best:
-            less = f", or in less than {self.limit_ms:.1f} ms" if self.layouts else ""
-            return f"{said}: does not fit{less}."
-        chosen, solution = self.best[number]
-        said += f": {solution.cost.step_ms:.1f} ms a step"
-        if self.layouts:
-            said += f" with layers per stage {layers_per_stage(chosen.layout)}"
-        if number or self.asked is None or self.asked is solution:
-            return f"{said}."
-        return f"{said}, {self.asked.cost.step_ms:.1f} ms as asked."
+def _said(tried: list[Tried], *, layouts: bool) -> str:
+    """What the search has of one micro-batch size."""
+    problem, asked = tried[0]
+    said = f"Micro-batch size {problem.profile.parallelism.micro_batch_size}, "
+    said += f"{problem.schedule.num_microbatches} microbatches"
+    chosen, solution = min(tried, key=_step_ms)
+    if solution is None:
+        return f"{said}: does not fit{f' with any of {len(tried)} layouts' * layouts}."
+    said += f": {solution.cost.step_ms:.1f} ms a step"
+    if layouts:
+        said += f" with layers per stage {layers_per_stage(chosen.layout)}"
+    if asked is not None and asked is not solution:
+        said += f", {asked.cost.step_ms:.1f} ms as asked"
+    none = f" Of {len(tried)} layouts that were solved none has a shorter step." * layouts
+    return f"{said}.{none}"
 
-    def _named(self, problem: Problem) -> str:
-        size = f"Micro-batch size {problem.profile.parallelism.micro_batch_size}"
-        layers = f" with layers per stage {layers_per_stage(problem.layout)}"
-        return f"{size}{layers * self.layouts}"
+
+def _named(problem: Problem, *, layouts: bool) -> str:
+    size = f"Micro-batch size {problem.profile.parallelism.micro_batch_size}"
+    return f"{size}{f' with layers per stage {layers_per_stage(problem.layout)}' * layouts}"
 
 
 def _is_unsure(problem: Problem, best: Solution, asked: Problem, known: Solution) -> bool:
@@ -297,8 +192,100 @@ def _is_unsure(problem: Problem, best: Solution, asked: Problem, known: Solution
     return not own.surely_shorter(others)
 
 
-def proof_of_all(searched: str, others: str, evidence: StepEvidence) -> str:
-    """What is proven of the step of all that was searched, in the words of docs/plan.md."""
-    proven = nearness(evidence.gap or 0)
-    by_more = " by more" if evidence.gap else ""
-    return f"Proven {proven} of all {searched} searched: {others} make a shorter one{by_more}."
+# --- changes that would make an infeasible plan fit -----------------------------------------------
+
+_LAYOUTS = 12  # tried for an error message, which should take seconds
+_UNSCALED = (
+    *("static", "embedding_static", "head_static"),
+    *("optimizer_step_peak_bytes", "step_end_ms", "measured_step"),
+    *("available_bytes", "fragmentation_bytes", "others_bytes", "host", "host_link", "lines"),
+)
+"""Fields of a profile that do not grow with the activations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change that would make an infeasible plan fit."""
+
+    text: str
+    step_ms: float
+    """Predicted time of the step with it."""
+
+
+def cheapest_changes(problem: Problem) -> tuple[Change, ...]:
+    """Changes, each alone, with which a plan fits; the fastest step first.
+
+    For a smaller micro-batch, bytes and times of activations are scaled with it, which is an
+    estimate; a profile at that size is better. For another layout, static bytes are added up from
+    the kinds.
+    """
+    found: list[Change] = []
+    for proposal in (_smaller_micro_batch, _full_recompute, _other_layout):
+        try:
+            for text, changed in proposal(problem):
+                if solution := try_solve(changed):
+                    found.append(Change(text, solution.cost.step_ms))
+                    break
+        except (InfeasibleError, PipelineError, ProfileError, PolicyError):
+            continue  # this change does not fit, or the profile does not say
+    return tuple(sorted(found, key=lambda change: change.step_ms))
+
+
+Proposals = Iterator[tuple[str, Problem]]
+"""What changes, and the problem with it; the first that fits counts."""
+
+
+def _smaller_micro_batch(problem: Problem) -> Proposals:
+    size = problem.profile.parallelism.micro_batch_size
+    for smaller in (d for d in range(size - 1, 0, -1) if size % d == 0):
+        profile = replace(_scaled(problem.profile, smaller / size), measured_step=None)
+        microbatches = problem.schedule.num_microbatches * size // smaller
+        schedule = replace(problem.schedule, num_microbatches=microbatches)
+        text = f"micro-batch size {smaller} instead of {size} (scaled, not measured)"
+        yield text, replace(problem, profile=profile, schedule=schedule)
+
+
+def _full_recompute(problem: Problem) -> Proposals:
+    if FULL not in (problem.only.choices or {FULL}):
+        allowed = *(problem.allowed or ()), str(FULL)
+        yield "full recompute as a choice", replace(problem, allowed=allowed)
+
+
+def _other_layout(problem: Problem) -> Proposals:
+    """The most promising layouts; `search_shapes` solves more of them."""
+    model = problem.profile.model
+    if problem.layout.num_stages == 1 or model.encoder_layers:
+        return
+    for layout in promising(problem)[:_LAYOUTS]:
+        flags = layout_flags(layout, pattern_of_job(model.facts))
+        text = " ".join(f"{name} {value}" for name, value in flags.items())
+        yield f"another layout: {text}", replace(problem, layout=layout)
+
+
+def _scaled(found: Any, factor: float) -> Any:
+    """A profile, or a record in it, with the bytes and milliseconds of activations times a
+    factor."""
+    if isinstance(found, tuple):
+        return tuple(_scaled(own, factor) for own in found)
+    if not is_dataclass(found) or isinstance(found, type):
+        return found
+    changed: dict[str, Any] = {}
+    for name in (each.name for each in fields(found) if each.name not in _UNSCALED):
+        own = getattr(found, name)
+        if name == "residual_bytes":  # in part what the job itself keeps
+            changed[name] = max(own, round(own * factor))
+        elif name.endswith("_bytes") and own is not None:
+            changed[name] = round(own * factor)
+        else:
+            changed[name] = own * factor if name.endswith("_ms") else _scaled(own, factor)
+    return replace(found, **changed)
+
+
+def explained(error: InfeasibleError, problem: Problem) -> InfeasibleError:
+    """The error, with changes that would make the plan fit added to its message."""
+    changes = cheapest_changes(problem)
+    if not changes:
+        return InfeasibleError(f"{error} No change this program knows would make it fit.")
+    lines = [f"{error} Each of these alone would fit:"]
+    lines += [f"  - {change.text}: {change.step_ms:.0f} ms a step" for change in changes]
+    return InfeasibleError("\n".join(lines))

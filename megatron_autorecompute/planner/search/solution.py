@@ -83,14 +83,8 @@ def proven(
     bound_ms: float | None,
     others: Sequence[RecomputePolicy] = (),
 ) -> Solution:
-    """A policy that fits the problem's budgets as a solution.
-
-    Args:
-        problem: the problem that it solves.
-        policy: the policy that fits.
-        bound_ms: on the step of all that fit; None where nobody has worked one out.
-        others: policies that fit and that the searches of stages do not know.
-    """
+    """A policy that fits the problem's budgets as a solution. The bound is on the step of all that
+    fit; others are policies that fit and that the searches of stages do not know."""
     cost, evidence = problem.cost(policy), []
     for number, budget_bytes in enumerate(problem.budgets):
         choice = problem.stages.stage(number).fastest(budget_bytes)
@@ -103,16 +97,8 @@ def proven(
 def stage_evidence(
     problem: Problem, stage: int, policy: RecomputePolicy, cost: PolicyCost, bound_ms: float | None
 ) -> StageEvidence:
-    """How busy a policy makes a stage, with its bound. A bound above that, or none, counts as the
-    least.
-
-    Args:
-        problem: with its budgets.
-        stage: the pipeline rank.
-        policy: one choice for every layer.
-        cost: the cost of the policy.
-        bound_ms: on how busy the stage is at least; None where nobody has worked one out.
-    """
+    """How busy a policy of such a cost makes a stage, with a bound on that of all choices that fit:
+    one above it counts as the least, None as not worked out."""
     time_ps, own = _busy_ps(problem, stage, policy), cost.stages[stage]
     time_ms, free = time_ps / PS_PER_MS, time_ps <= problem.stages.stage(stage).least_ps
     known = StepEvidence.of(time_ms, bound_ms)
@@ -140,15 +126,8 @@ _SHOWN = 5e-6
 def simpler_within_errors(
     problem: Problem, fastest: Solution, manual: ManualStrategy | None
 ) -> tuple[Solution, tuple[str, ...]]:
-    """The fastest policy, or Megatron's best own setting if it is not surely slower.
-
-    Args:
-        problem: the problem of both.
-        fastest: solved.
-        manual: the fastest of Megatron's own settings that fits; None when none does.
-
-    Returns: what is to be planned, and a sentence if that is not the fastest policy found.
-    """
+    """The fastest policy, or Megatron's best own setting if it is not surely slower; and a sentence
+    if that is not the fastest policy found."""
     if manual is None:
         return fastest, ()
     simple = problem.table.without_dead_work(manual.policy)  # holds the same, and reruns no more
@@ -170,13 +149,8 @@ def simpler_within_errors(
 
 
 def gave_way(taken: str, faster: str, less: float) -> str:
-    """The sentence that says why something is planned that is not the fastest found.
-
-    Args:
-        taken: what is planned.
-        faster: what gave way.
-        less: by how much it is faster, as a share.
-    """
+    """The sentence that says why something is planned that is not the fastest found, which takes
+    less by such a share."""
     if less < _SHOWN:
         return f"{taken} is taken: {faster} takes as long by the profile's times."
     return (

@@ -4,22 +4,48 @@ Where both the device and the host may decide the step, it takes at least what e
 takes. The exact search finds the least of each. Each plan is replayed with both clocks, and the
 larger bound is proven. A mixture of both could bound more where the best plan of each clock is
 decided by the other one; that was so in none of 276 random problems.
+
+Copies to host memory couple what the searches of stages keep apart. So the problem is solved as if
+they took no time, which bounds all, and again with a share of their time as the layers' own. What
+is found is spread over the layers of a chunk, and replayed with its copies.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import replace
+from functools import partial
 
 from megatron_autorecompute.errors import InfeasibleError, OptionError
+from megatron_autorecompute.planner.cost.copies import host_link
 from megatron_autorecompute.planner.cost.two_clocks import knows_host, of_clock
-from megatron_autorecompute.planner.search.manual import may_offload
-from megatron_autorecompute.planner.search.offload import shortest_with_offload
+from megatron_autorecompute.planner.search.manual import (
+    fastest_that_fits,
+    fits,
+    has_room,
+    may_offload,
+    settings_of_modules,
+    settings_of_whole_layers,
+)
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import Solution, proven
+from megatron_autorecompute.planner.search.stage import Less, shrunk
 from megatron_autorecompute.planner.search.stage_problem import put_together
 from megatron_autorecompute.planner.search.step import shortest
-from megatron_autorecompute.policy import RecomputePolicy
+from megatron_autorecompute.policy import WHOLE, RecomputePolicy
+from megatron_autorecompute.profile import ChoiceRecord, LayerKind
 from megatron_autorecompute.units import gib, gib_needed
+from megatron_autorecompute.work_order import contains
+
+WITH_OFFLOAD = "With offload"
+"""How the sentence begins that says what offload gains."""
+_PRICES = (0.01, 3.0)
+"""Shares of a copy's time that count as the layer's own: what may stay does; and fewer copies."""
+_TRIES = 5
+"""Budgets that are tried; the plan of each is replayed up to twice."""
+NEAR = 0.001
+"""A step within this share of its bound is not searched further: it is below what is measured."""
 
 
 def solve(problem: Problem) -> Solution:
@@ -71,10 +97,6 @@ def _infeasible(problem: Problem) -> InfeasibleError:
     )
 
 
-NEAR = 0.001
-"""A step within this share of its bound is not searched further: it is below what is measured."""
-
-
 def shortest_of_clocks(problem: Problem) -> Solution | None:
     """The best policy found under the problem's budgets, and what is proven of it; None if nothing
     fits."""
@@ -101,3 +123,143 @@ def deciding(problem: Problem) -> Problem:
 def _on(problem: Problem, host: bool) -> Problem:
     """The problem of one clock, the device's or the host's."""
     return replace(problem, profile=of_clock(problem.profile, host))
+
+
+def shortest_with_offload(problem: Problem) -> Solution | None:
+    """The best policy found under every stage's budget, and what is proven of it; None if nothing
+    fits, even if copies took no time.
+
+    It is never slower than any setting of Megatron's that fits, those that offload included.
+    """
+    without = without_offload(problem)
+    plain = None if without is None else shortest(without)
+    relaxed = plain
+    # The fastest setting of whole layers is exact, and the other bounds do not know it. It is that
+    # of the fewest: where more leave, each must have left sooner, and is asked for later.
+    whole = (policy for policy in settings_of_whole_layers(problem) if fits(problem, policy))
+    others = [*itertools.islice(whole, 1)]
+    known = others if plain is None else [*others, plain.policy]
+    bounds = [problem.cost(policy).step_ms for policy in others]
+    if may_offload(problem, only_modules=True):
+        relaxed = shortest(without_copies(problem))
+    if relaxed is not None:
+        bounds.append(relaxed.step_evidence.bound_ms or 0.0)
+        if relaxed is not plain and all(problem.cost(own).step_ms > bounds[-1] for own in known):
+            known = [*known, *_by_modules(problem, relaxed.policy)]
+    if not known:
+        return None
+    best = min(known, key=partial(_longer, problem))
+    found = proven(problem, best, min(bounds, default=None), others)
+    plain_ms = math.inf if plain is None else plain.cost.step_ms
+    return replace(found, without_offload_ms=plain_ms)
+
+
+def _longer(problem: Problem, policy: RecomputePolicy) -> tuple[float, int]:
+    """What is to be the least: the step, then what is in host memory."""
+    cost = problem.cost(policy)
+    step_ms = cost.step_ms if has_room(problem, policy) else math.inf
+    return step_ms, sum(stage.host_bytes for stage in cost.stages)
+
+
+def _by_modules(problem: Problem, relaxed: RecomputePolicy) -> list[RecomputePolicy]:
+    """The best policies that fit of which no layer leaves as a whole."""
+    found = [fastest_that_fits(problem, settings_of_modules(problem))]
+    found += [_with_dear_copies(problem, price) for price in _PRICES]
+    found += [own for own in spreads(problem, relaxed) if fits(problem, own)]
+    return [own for own in found if own is not None and has_room(problem, own)]
+
+
+def _with_dear_copies(problem: Problem, price: float) -> RecomputePolicy | None:
+    """The best policy found that truly fits, where a copy is made only for what it gains."""
+    stages = without_copies(problem, price).stages.all
+    first = [stage.fastest(budget) for stage, budget in zip(stages, problem.budgets, strict=True)]
+
+    def search(less: Less) -> RecomputePolicy | None:
+        choices = [
+            stage.fastest(max(0, own.peak_bytes - fewer)) if own else None
+            for stage, own, fewer in zip(stages, first, less, strict=True)
+        ]
+        found = [choice.policies for choice in choices if choice is not None]
+        if len(found) < len(stages):
+            return None
+        policies = spreads(problem, put_together(problem.layout, found))
+        return min(policies, key=lambda own: (max(0, *over(own)), longer(own)))
+
+    def over(policy: RecomputePolicy) -> list[int]:
+        pairs = zip(problem.cost(policy).stages, problem.budgets, strict=True)
+        return [own.peak_high_bytes - budget for own, budget in pairs]
+
+    longer = partial(_longer, problem)
+    best: RecomputePolicy | None = shrunk(search, over, longer, len(stages), _TRIES)[0]
+    return best
+
+
+def without_offload(problem: Problem) -> Problem | None:
+    """The problem if no layer offloaded; None where some layers can do nothing else."""
+    plain = [
+        {
+            record.policy
+            for record in kind.choices
+            if not record.policy.offload
+            and record.policy.group == 1
+            and (problem.only.choices is None or record.policy in problem.only.choices)
+        }
+        for kind in problem.profile.kinds
+    ]
+    if not all(plain):
+        return None
+    only = replace(problem.only, choices=frozenset().union(*plain))
+    return replace(problem, allowed=only.texts())
+
+
+def bought(problem: Problem, solution: Solution) -> str:
+    """The sentence that says what offload gains at these budgets."""
+    cost, plain_ms, link = solution.cost, solution.without_offload_ms, host_link(problem.profile)
+    if plain_ms is None or not any(stage.host_bytes for stage in cost.stages):
+        return f"{WITH_OFFLOAD} nothing faster was found at these budgets: the plan has none."
+    host = gib(max(stage.host_bytes for stage in cost.stages))
+    return (
+        f"{WITH_OFFLOAD} the step takes {cost.step_ms:,.1f} ms, of which it waits "
+        f"{cost.stall_ms:,.1f} ms for copies, and takes {host} GiB of host memory per device; "
+        "without it "
+        f"{'nothing fits' if math.isinf(plain_ms) else f'{plain_ms:,.1f} ms'}, at these "
+        f"budgets, with {link.to_host_gb_per_s:g} GB/s to host memory and "
+        f"{link.to_device_gb_per_s:g} GB/s back."
+    )
+
+
+def spreads(problem: Problem, policy: RecomputePolicy) -> list[RecomputePolicy]:
+    """The policy, and that with its layers that offload at even distances among others of their
+    kind in a chunk, so that copies have time."""
+    layers = list(policy.layers)
+    for chunk in problem.layout.chunk_layers():
+        for kind in problem.profile.kinds:
+            movable = (i for i in chunk if layers[i].group == 1 and layers[i] != WHOLE)
+            own = [i for i in movable if i in kind.layers]
+            moved = iter([layers[i] for i in own if layers[i].offload])
+            others = iter([layers[i] for i in own if not layers[i].offload])
+            number = sum(bool(layers[i].offload) for i in own)
+            for at, index in enumerate(own):
+                is_moved = (at + 1) * number // len(own) > at * number // len(own)
+                layers[index] = next(moved if is_moved else others)
+    return [policy, RecomputePolicy(tuple(layers))]
+
+
+def without_copies(problem: Problem, price: float = 0.0) -> Problem:
+    """The problem without copies; a share of the time of each copy back counts as the layer's. No
+    choice takes less than one whose work it contains."""
+    profile, link = problem.profile, host_link(problem.profile)
+
+    def priced_ms(record: ChoiceRecord) -> float:
+        copied_ms = record.host_bytes / (link.to_device_gb_per_s * 1e6)
+        return record.forward_ms + record.backward_ms + price * copied_ms
+
+    def changed(record: ChoiceRecord, kind: LayerKind) -> ChoiceRecord:
+        if not record.policy.offload:
+            return record
+        below = [own for own in kind.choices if contains(record.policy, own.policy)]
+        both_ms = max(map(priced_ms, [record, *below]))
+        return replace(record, backward_ms=both_ms - record.forward_ms, offload_groups=())
+
+    kinds = (replace(k, choices=tuple(changed(r, k) for r in k.choices)) for k in profile.kinds)
+    return replace(problem, profile=replace(profile, kinds=tuple(kinds)))

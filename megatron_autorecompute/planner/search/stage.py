@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
-from megatron_autorecompute.planner.search.chunk_plans import ChunkTable, Plans
+from megatron_autorecompute.planner.search.chunk_plans import Plans, Thin, Walk
 from megatron_autorecompute.planner.search.stage_plans import LEAST_WORK, WORK, StagePlans
 from megatron_autorecompute.planner.search.stage_problem import (
     BACKWARD,
@@ -41,6 +41,8 @@ TRIES = 6
 _GROWTH = 8
 """A part of the bytes less, by which they grow at least from one search to the next."""
 _Found = TypeVar("_Found")
+Tables = dict[object, Walk]
+"""The tables of chunks, one for all that are alike."""
 Less = tuple[int, ...]
 """Bytes less than each budget."""
 
@@ -109,30 +111,8 @@ def shrunk(
     return best if best[0] is not None else (None, tuple(budget.low for budget in budgets))
 
 
-class Tables:
-    """The tables of chunks, one for all that are alike."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, ChunkTable] = {}
-
-    def of(self, units: ChunkUnits, *, forward: bool) -> ChunkTable:
-        """The table of a chunk, with the highest point in a forward or without."""
-        rows = tuple(rows.tobytes() for rows in (*units.alone, *units.together))
-        key = rows, tuple(units.policies), forward
-        if key not in self._known:
-            self._known[key] = ChunkTable(units, forward=forward)
-        return self._known[key]
-
-
 class Stage:
-    """One stage's search.
-
-    Args:
-        costs: the costs of policies in the model.
-        number: the pipeline rank.
-        only: the choices that may be used.
-        tables: the tables that all stages share.
-    """
+    """One stage's search; all stages share the tables."""
 
     def __init__(self, costs: PolicyCosts, number: int, only: OnlyChoices, tables: Tables) -> None:
         self._costs, self._number, self._only, self._tables = costs, number, only, tables
@@ -190,29 +170,27 @@ class Stage:
         if self._budget != budget:
             self._budget, self._kept = budget, {}
         if added not in self._kept:
-            self._kept[added] = self._plans(budget, added)
+            self._kept[added] = None
+            problem = self.problem.apart(added)
+            lean = self.leanest if self.is_plain else leanest(problem)
+            if lean.peak_bytes <= budget:
+                relaxed = self.plans(budget) if added else None
+                own = relaxed.plans if relaxed else self._open()
+                work = max(WORK // self._costs.layout.num_stages, LEAST_WORK)
+                self._kept[added] = StagePlans(problem, budget, own, lean.policies, work)
         return self._kept[added]
-
-    def _plans(self, budget: int, added: int) -> StagePlans | None:
-        problem = self.problem.apart(added)
-        lean = self.leanest if self.is_plain else leanest(problem)
-        if lean.peak_bytes > budget:
-            return None
-        relaxed = self.plans(budget) if added else None
-        return StagePlans(
-            problem,
-            budget,
-            relaxed.plans if relaxed else self._open(),
-            lean.policies,
-            max(WORK // self._costs.layout.num_stages, LEAST_WORK),
-        )
 
     def _open(self) -> list[Plans]:
         """The search state of every chunk, shared by equal chunks."""
         forward = bool(self.problem.is_forward.any())
-        tables = [self._tables.of(chunk, forward=forward) for chunk in self.problem.chunks]
-        own = {id(table): Plans(table) for table in tables}
-        return [own[id(table)] for table in tables]
+        own, found = dict[object, Plans](), list[Plans]()
+        for units in self.problem.chunks:
+            rows = tuple(rows.tobytes() for rows in (*units.alone, *units.together))
+            key = rows, tuple(units.policies), forward
+            if key not in self._tables:
+                self._tables[key] = Walk(units, Thin(units), forward=forward)
+            found.append(own.setdefault(key, Plans(self._tables[key])))
+        return found
 
     def fastest(self, budget: int) -> StageChoice | None:
         """The least busy choices whose peak is at most the budget; None when none fit."""
@@ -221,15 +199,12 @@ class Stage:
     def afresh(self, budget: int) -> StageChoice | None:
         """Search as `fastest`, but again, so that `plans` has what this budget alone found."""
         self._budget = -1
-        self._found[budget] = self._fastest(budget)
-        return self._found[budget]
-
-    def _fastest(self, budget: int) -> StageChoice | None:
-        relaxed = self._least_busy(budget, 0)
-        if relaxed is None or self.is_plain:
-            return relaxed
-        best, _ = self.shrunk(budget)
-        return best and replace(best, bound_ps=min(best.time_ps, relaxed.bound_ps))
+        found = self._least_busy(budget, 0)
+        if found is not None and not self.is_plain:
+            best, _ = self.shrunk(budget)
+            found = best and replace(best, bound_ps=min(best.time_ps, found.bound_ps))
+        self._found[budget] = found
+        return found
 
     def shrunk(self, budget: int) -> tuple[StageChoice | None, int]:
         """Choices whose true peak fits, and the bytes added to events at which they were found."""

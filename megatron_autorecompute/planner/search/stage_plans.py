@@ -7,9 +7,8 @@ the best known plan's are dropped. A stage with one long chunk is searched again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,15 +60,8 @@ Pools = list[dict[int, None]]
 
 
 class StagePlans:
-    """What one stage may do under its budget.
-
-    Args:
-        problem: the problem of the stage; nothing in it side by side.
-        budget: bytes.
-        plans: the plans of every chunk, which stages with equal chunks share.
-        lean: choices that fit, `[chunk][position]`.
-        work: the stage's share of `WORK`.
-    """
+    """What one stage may do under its budget, in bytes. Stages with equal chunks share the plans of
+    these; the lean choices fit, and `work` is the stage's share of `WORK`."""
 
     def __init__(
         self,
@@ -180,11 +172,8 @@ class StagePlans:
     def grow(self, pools: Pools, known: Sequence[Ints], prices: Floats, duals: Floats) -> bool:
         """Whether chunks know cheaper plans than those in their pools, which get in.
 
-        Args:
-            pools: what a program mixes, by chunk.
-            known: the plans that may get in, by chunk.
-            prices: what a plan's figures cost, `[chunk, column]`.
-            duals: what the program's mixture of each chunk costs.
+        Prices are of a plan's figures, `[chunk, column]`; duals are what the mixture of each chunk
+        costs.
         """
         more = False
         for c, rows in enumerate(known):
@@ -224,10 +213,6 @@ class StagePlans:
             return self._again(weights, price)
         return self._summed(weights, price)
 
-    def bound(self, weights: Floats) -> float:
-        """What prices alone say that nothing that fits takes less than, without residual."""
-        return max(0.0, self._base(weights, self._priced(weights)))
-
     def weighted(self, weights: Floats, rows: Ints) -> Floats:
         """The weighted time of whole plans."""
         found: Floats = np.einsum("dcp,dc->p", self.times(rows).astype(np.float64), weights)
@@ -236,7 +221,7 @@ class StagePlans:
     def _again(self, weights: Floats, price: Floats) -> Listed:
         """Plans of the only chunk, built at the prices, wider each time until they are the best."""
         known, paid = self.plans[0], float(price @ self.room)
-        units, base = known.table.units, self._base(weights, price)
+        units, base = known.table.units, self.base(self.prices(weights, price), price)
         priced = Priced(units, self.prices(weights, price)[0])
         best = self._best(weights)
         bound, whole = base, best <= base
@@ -244,9 +229,9 @@ class StagePlans:
             if best <= bound * (1 + _NEAR) or width * units.places > self.work:
                 break
             pruned = Pruned(priced, weights[:, 0], best + paid, width)
-            self._take(self._of(Walk(units, pruned, forward=known.table.walk.forward), weights))
+            self._take(self._of(Walk(units, pruned, forward=known.table.forward), weights))
             best = self._best(weights)
-            whole = pruned.left == np.inf
+            whole = pruned.complete
             bound = best if whole else max(bound, min(best, (pruned.left - paid) * (1 - SLACK)))
         fits = self.fits[0]
         own = self.weighted(weights, fits[:, None])
@@ -273,15 +258,14 @@ class StagePlans:
         rows, cut = self.cheapest(costs, price)
         best = float(self.weighted(weights, rows).min())
         if not all(known.table.complete for known in self.plans):
-            return Listed(rows, min(best, self._base(weights, price)), False)
+            return Listed(rows, min(best, self.base(self.prices(weights, price), price)), False)
         return Listed(rows, min(best, cut), cut == np.inf)
 
     def cheapest(self, costs: Sequence[Floats], price: Floats) -> tuple[Ints, float]:
         """Plans that fit and cost the least, `[plan, chunk]`, and no more than is left out costs.
 
-        Args:
-            costs: the costs of plans that may fit, by chunk.
-            price: the price of a byte at each moment, which tells where bytes are short.
+        Costs are those of the plans that may fit, by chunk. The price of a byte at each moment
+        tells where bytes are short.
         """
         rows, cut = np.array([self.lean]), np.inf
         best = before = float(self._cost(costs, rows).min())
@@ -314,11 +298,10 @@ class StagePlans:
             found += own[np.searchsorted(self.fits[c], rows[:, c])]
         return found
 
-    def _base(self, weights: Floats, price: Floats) -> float:
+    def base(self, prices: Floats, price: Floats) -> float:
         """What prices alone say that no plan takes less than."""
-        least, paid = self.bounds(self.prices(weights, price)), float(price @ self.room)
-        size = float(np.abs(least).sum()) + abs(paid)
-        return float(least.sum()) - paid - SLACK * size
+        least, paid = self.bounds(prices), float(price @ self.room)
+        return float(least.sum()) - paid - SLACK * (float(np.abs(least).sum()) + abs(paid))
 
 
 class _Front:
@@ -351,12 +334,8 @@ class _Sums:
     At the moment that is priced the highest, what the remaining chunks take is known exactly for
     the bytes that are left; at all others their bytes have a price.
 
-    Args:
-        stage: whose plans they are.
-        costs: the costs of plans that may fit, by chunk.
-        price: the price of a byte at each moment.
-        picks: which of them are looked at, by chunk.
-        points: the number of points of fronts of one chunk, and of several.
+    Picks are the plans that are looked at, by chunk; points are those of fronts of one chunk, and
+    of several.
     """
 
     def __init__(
@@ -404,27 +383,25 @@ class _Sums:
             left = stage.room[self.moment] - load[:, self.moment, None] - own[:, self.moment]
             least_of_all = sums + self.fronts[c].least(left) - self.paid
             a, b = np.nonzero(least_of_all <= most)
-            fit = partial(_fit_together, load, own, (a, b), stage.room - after[c])
             most_kept = width * (4 if c + 1 == len(self.costs) else 1)
-            at, dropped = _first_fitting(least_of_all[a, b], fit, most_kept)
+            room = stage.room - after[c]
+            at, dropped = _first_fitting(least_of_all[a, b], load, own, (a, b), room, most_kept)
             cut, a, b = min(cut, dropped), a[at], b[at]
             rows = np.column_stack([rows[a], self.rows[c][b]])
             load, total = load[a] + own[b], sums[a, b]
         return rows, cut - SLACK * (abs(cut) + abs(self.paid)) if cut < np.inf else cut
 
 
-def _fit_together(load: Ints, own: Ints, pairs: tuple[Ints, Ints], room: Ints, some: Ints) -> Bools:
-    """Which of some pairs of plans, of the chunks so far and of the next one, fit."""
-    a, b = pairs
-    return np.asarray((load[a[some]] + own[b[some]] <= room).all(axis=1))
-
-
-def _first_fitting(costs: Floats, fit: Callable[[Ints], Bools], width: int) -> tuple[Ints, float]:
-    """The cheapest that fit, up to a width, and the least that any that is left out costs."""
-    order, found = np.argsort(costs, kind="stable"), np.zeros(0, np.int64)
+def _first_fitting(
+    costs: Floats, load: Ints, own: Ints, pairs: tuple[Ints, Ints], room: Ints, width: int
+) -> tuple[Ints, float]:
+    """The cheapest pairs of plans, of the chunks so far and of the next one, that fit, up to a
+    width; and the least that any that is left out costs."""
+    (a, b), order, found = pairs, np.argsort(costs, kind="stable"), np.zeros(0, np.int64)
     for start in range(0, len(order), 4 * width):
         some = order[start : start + 4 * width]
-        found = np.concatenate([found, some[fit(some)]])
+        fit = (load[a[some]] + own[b[some]] <= room).all(axis=1)
+        found = np.concatenate([found, some[fit]])
         if len(found) > width:
             return found[:width], float(costs[found[width]])
     return found, np.inf
@@ -449,11 +426,8 @@ class Mixture:
 class Program:
     """Plans of chunks whose longest path is to be the shortest, within every stage's budget.
 
-    Args:
-        stages: whose plans they are.
-        pools: the plans of each stage's chunks.
-        paths: how often each event is on some paths, `[path, direction, stage, chunk]`.
-        residual: added to the time of every event, `[direction, stage, chunk]`, ps.
+    Paths say how often each event is on them, `[path, direction, stage, chunk]`. The residual, in
+    ps, is added to the time of every event.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ max over its units of (held of the units up to it + its transient).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -24,7 +24,7 @@ from megatron_autorecompute.planner.cost.p2p_tensors import Moment, turned
 from megatron_autorecompute.planner.cost.peak_memory import StageBase, stage_base, stage_moments
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCosts
 from megatron_autorecompute.planner.cost.unit_costs import CostTable, Unit
-from megatron_autorecompute.policy import LayerPolicy, RecomputePolicy
+from megatron_autorecompute.policy import NONE, LayerPolicy, RecomputePolicy
 
 Split = tuple[tuple[LayerPolicy, ...], ...]
 """`[chunk][position]` choices of a stage."""
@@ -85,13 +85,7 @@ HIGHEST = slice(FORWARD, None)
 
 class ChunkUnits:
     """What may be chosen in one chunk, place by place: before its layers, the layers, and after
-    them. Independent of budget and schedule.
-
-    Args:
-        table: the table of what choices cost.
-        chunk: the chunk of the layout.
-        boundary_bytes: the bytes of the gradient of its output.
-        only: the choices that may be used.
+    them. Independent of budget and schedule. The gradient of its output has `boundary_bytes`.
     """
 
     def __init__(
@@ -155,25 +149,19 @@ class ChunkUnits:
         own = ([known.setdefault(p, len(known)) for p in choices] for choices in self.policies)
         return [np.array(names or [-1], np.int64) for names in own]
 
-    def rows(self, policies: Sequence[LayerPolicy]) -> Iterator[tuple[int, Ints]]:
-        """The place and the row of every unit of a plan."""
-        place = 0
-        while place < self.places:
-            if not self.policies[place]:
-                yield place, self.alone[place][0]
-                place += 1
-                continue
-            choice = policies[place - self.first]
-            if choice.group > 1:
-                yield place, self.together[place][choice.group - 2]
-            else:
-                yield place, self.alone[place][self.policies[place].index(choice)]
-            place += choice.group
-
     def plan(self, policies: Sequence[LayerPolicy]) -> Ints:
         """The figures of a plan."""
+        rows, place = list[Ints](), 0
+        while place < self.places:
+            choices = self.policies[place]
+            choice = policies[place - self.first] if choices else NONE
+            if choice.group > 1:
+                rows.append(self.together[place][choice.group - 2])
+            else:
+                rows.append(self.alone[place][choices.index(choice) if choices else 0])
+            place += choice.group
         found = np.zeros(len(COLUMNS), np.int64)
-        for _, row in reversed(list(self.rows(policies))):
+        for row in reversed(rows):
             found[HIGHEST] = row[HELD] + np.maximum(found[HIGHEST], row[HIGHEST])
             found[:FORWARD] += row[:FORWARD]
         return found
@@ -319,15 +307,15 @@ def leanest(problem: StageProblem) -> StageChoice:
     these choices fit; if a chunk finds none, nothing fits. Bisection then finds the lowest such
     peak.
     """
-    found, _ = _fitting(problem, FAR, np.zeros(len(problem.chunks), np.int64))
+    found = _fitting(problem, FAR, np.zeros(len(problem.chunks), np.int64))
     assert found is not None  # without a limit everything fits
     best, figures = found
     low, high = problem.floor_bytes, _peak_bytes(problem, figures)
     while low < high:
         peak = (low + high) // 2
-        found, short_bytes = _fitting(problem, peak, figures[:, HELD])
+        found = _fitting(problem, peak, figures[:, HELD])
         if found is None:
-            low = min(high, peak + short_bytes)
+            low = peak + 1
         else:
             best, figures = found
             high = _peak_bytes(problem, figures)
@@ -335,26 +323,23 @@ def leanest(problem: StageProblem) -> StageChoice:
     return StageChoice(best, time_ps, high, time_ps)
 
 
-def _fitting(problem: StageProblem, peak: int, held: Ints) -> tuple[tuple[Split, Ints] | None, int]:
-    """Choices with such a peak and their figures, `[chunk, column]`, None where there are none; and
-    the least number of further bytes that would have changed the result. Chunks hold no less than
-    they do under a higher peak."""
-    short_bytes = FAR
+def _fitting(problem: StageProblem, peak: int, held: Ints) -> tuple[Split, Ints] | None:
+    """Choices with such a peak and their figures, `[chunk, column]`; None where there are none.
+    Chunks hold no less than they do under a higher peak."""
     while True:
         split, figures = list[tuple[LayerPolicy, ...]](), list[Ints]()
         for c, chunk in enumerate(problem.chunks):
             room = peak - problem.constant - problem.counts @ held
             own, forward = problem.running == c, problem.is_forward
             limits = [room[own & each].min(initial=FAR) for each in (forward, ~forward)]
-            choices, short = _least(chunk, np.array(limits))
-            short_bytes = min(short_bytes, short)
+            choices = _least(chunk, np.array(limits))
             if choices is None:
-                return None, short_bytes
+                return None
             split.append(choices)
             figures.append(chunk.plan(choices))
         rising = np.maximum(held, [own[HELD] for own in figures])
         if np.array_equal(rising, held):
-            return (tuple(split), np.stack(figures)), short_bytes
+            return tuple(split), np.stack(figures)
         held = rising
 
 
@@ -364,13 +349,13 @@ def _peak_bytes(problem: StageProblem, figures: Ints) -> int:
     return int(max(needed.max(initial=0), problem.floor_bytes))
 
 
-def _least(units: ChunkUnits, limits: Ints) -> tuple[tuple[LayerPolicy, ...] | None, int]:
-    """The choices of a chunk that hold the least of those below both limits, None where there are
-    none; and by how much higher limits may be for the same answer.
+def _least(units: ChunkUnits, limits: Ints) -> tuple[LayerPolicy, ...] | None:
+    """The choices of a chunk that hold the least of those below both limits; None where there are
+    none.
 
     From the first unit to the last it keeps the choices with the least held before each place.
     """
-    places, short_bytes = units.places, FAR
+    places = units.places
     held, came = np.full(places + 1, FAR), np.zeros((places + 1, 2), np.int64)
     held[0] = 0
     for place, (rows, sizes, _) in enumerate(units.every):
@@ -378,16 +363,15 @@ def _least(units: ChunkUnits, limits: Ints) -> tuple[tuple[LayerPolicy, ...] | N
             continue
         total = held[place] + rows[:, HELD]
         over = (total[:, None] + rows[:, HIGHEST] - limits).max(axis=1)
-        short_bytes = min(short_bytes, int(over.min(initial=FAR, where=over > 0)))
         which = np.flatnonzero((over <= 0) & (total < held[place + sizes]))
         which = which[np.argsort(-total[which], kind="stable")]  # the least is written last
         held[place + sizes[which]] = total[which]
         came[place + sizes[which], 0], came[place + sizes[which], 1] = place, which
     if held[-1] >= FAR:
-        return None, short_bytes
+        return None
     choices, place = list[tuple[LayerPolicy, ...]](), places
     while place:  # back along what led to the end
         before, at = came[place].tolist()
         choices.append(units.choice(before, at, place - before))
         place = before
-    return tuple(choice for own in reversed(choices) for choice in own), short_bytes
+    return tuple(choice for own in reversed(choices) for choice in own)

@@ -69,13 +69,7 @@ _TOLERANCE = 1e-7
 
 
 class StepSearch:
-    """The search of one problem under some budgets.
-
-    Args:
-        replay: the replay of the schedule.
-        stages: the searches of the stages.
-        budgets: bytes, of every stage.
-    """
+    """The search of one problem under some budgets."""
 
     def __init__(self, replay: Replay, stages: Sequence[Stage], budgets: Sequence[int]) -> None:
         self.replay, self._searches, self.budgets = replay, stages, budgets
@@ -279,22 +273,22 @@ class StepSearch:
         order = np.argsort(over + 0.02 * times.sum(axis=(0, 1)), kind="stable")
         return own[order]
 
-    def _tried(self, times: Ints, stage: int, rows: Ints) -> tuple[Ints, Ints]:
-        """Steps with each of some plans in a stage, and the times."""
+    def _best_of(self, times: Ints, stage: int, rows: Ints) -> tuple[int, tuple[int, ...], Ints]:
+        """The shortest step with any of some plans in a stage, the plan, and the times."""
+        rows = rows[: self.replay.candidates]
         many = np.repeat(times[..., None], len(rows), axis=-1)
         own = self.stages[stage].times(rows) + self.replay.residual[:, stage, :, None]
         many[:, stage] = np.maximum(own, 0)
-        return self.replay.steps(many), many
+        steps = self.replay.steps(many)
+        best = int(steps.argmin())
+        return int(steps[best]), tuple(rows[best].tolist()), many[..., best]
 
     def _dive(self, tries: Sequence[Ints]) -> None:
         """Each stage in turn gets its best plan, starting from the fractional times."""
         times, chosen, step = self.master.center[1], list[tuple[int, ...]](), 1 << 62
         for stage, rows in enumerate(tries):
-            some = rows[: self.replay.candidates]
-            steps, many = self._tried(times, stage, some)
-            best = int(steps.argmin())
-            step, times = int(steps[best]), many[..., best]
-            chosen.append(tuple(some[best].tolist()))
+            step, row, times = self._best_of(times, stage, rows)
+            chosen.append(row)
         if step < self.best[0]:
             self.best = step, chosen
 
@@ -315,17 +309,14 @@ class StepSearch:
             if unchanged >= len(self.stages) or events <= 0:
                 break
             unchanged += 1
-            rows = options(stage)[: self.replay.candidates]
-            events -= self.replay.events * max(16, len(rows))
+            rows, chosen = options(stage), self.best[1]
+            events -= self.replay.events * max(16, min(len(rows), self.replay.candidates))
             if not len(rows):
                 continue
-            step, chosen = self.best
-            steps, _ = self._tried(self.master.times(chosen), stage, rows)
-            best = int(steps.argmin())
-            if steps[best] < step:
-                row = tuple(rows[best].tolist())
+            step, row, _ = self._best_of(self.master.times(chosen), stage, rows)
+            if step < self.best[0]:
                 self.put(stage, [row])
-                self.best = int(steps[best]), [*chosen[:stage], row, *chosen[stage + 1 :]]
+                self.best = step, [*chosen[:stage], row, *chosen[stage + 1 :]]
                 unchanged = 0
         return events
 

@@ -68,7 +68,7 @@ function stageOf(raw, number) {
 function unitOf(raw, recompute) {
   const early = raw.ahead ? raw.ahead.time_ps : 0;
   return {
-    name: raw.name, choice: raw.layers.length ? data.layers[raw.layers[0]].choice : "",
+    name: raw.name, choice: raw.layers.length ? data.layers[raw.layers[0]] : "",
     outside: OUTSIDE.includes(raw.name), held: raw.held_bytes,
     transient: [raw.forward_transient_bytes, raw.backward_transient_bytes],
     ms: [raw.forward_ps / PS, (raw.backward_ps - early) / PS], recompute: recompute / PS,
@@ -199,7 +199,6 @@ function duration(ms) {
   const [value, unit] = Math.abs(ms) >= 1000 ? [ms / 1000, "s"] : [ms, "ms"];
   return `${value.toFixed(Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 10 ? 1 : 2)} ${unit}`;
 }
-const signed = (value, write) => (value < 0 ? "−" : "+") + write(Math.abs(value));
 const escaped = text => String(text).replace(/[&<>"]/g, c => `&#${c.charCodeAt(0)};`);
 
 function eventName(stage, event) {
@@ -765,59 +764,6 @@ function tellCursor() {
 
 // ---------------------------------------------------------------- the rest of the page
 
-function layerTip(layer) {
-  const {choice, stage, others} = data.layers[layer];
-  const ties = others.some(other => other.tie);
-  const tie = mark => ties ? `<td>${mark}</td>` : "";
-  const row = other => `<tr><td>${escaped(other.choice)}</td><td>${signed(other.step_ms, duration)}</td>` +
-    `<td>${signed(other.stage_busy_ms, duration)}</td><td>${signed(other.peak_bytes, size)}</td><td>${other.fits ? "yes" : "no"}</td>` +
-    `${tie(other.tie ? "=" : "")}</tr>`;
-  const table = others.length ? `instead:<table><tr><th></th><th>step</th><th>stage ${stage}</th><th>peak</th><th>fits</th>` +
-    `${ties ? "<th>tie</th>" : ""}</tr>${others.map(row).join("")}</table>` : "nothing else was measured";
-  const meaning = ties ? "tie: neither step is surely the shorter one" : "";
-  return `<b>Layer ${layer}, stage ${stage}: ${escaped(choice)}</b><br>${table}${meaning}`;
-}
-
-function listenPolicy() {
-  const cells = [...document.querySelectorAll("#policy [data-layer]")];
-  for (const cell of cells) { // which tells more than its title
-    const title = cell.querySelector("title");
-    cell.setAttribute("role", "button");
-    cell.setAttribute("aria-label", title.textContent);
-    cell.tabIndex = -1;
-    title.remove();
-  }
-  if (cells.length) cells[0].tabIndex = 0;
-  const tell = cell => {
-    const box = cell.getBoundingClientRect();
-    show(layerTip(cell.dataset.layer), box.right, box.bottom);
-  };
-  const move = {ArrowLeft: -1, ArrowRight: 1};
-  cells.forEach((cell, i) => {
-    cell.addEventListener("mouseenter", () => tell(cell));
-    cell.addEventListener("mouseleave", hide);
-    cell.addEventListener("focus", () => tell(cell));
-    cell.addEventListener("blur", hide);
-    cell.addEventListener("keydown", event => {
-      const next = cells[i + move[event.key]] || vertical(cells, i, event.key);
-      if (!next) return;
-      event.preventDefault();
-      [cell.tabIndex, next.tabIndex] = [-1, 0];
-      next.focus();
-    });
-  });
-}
-
-// The nearest cell in the row above or below.
-function vertical(cells, i, key) {
-  const sign = {ArrowUp: -1, ArrowDown: 1}[key], here = cells[i].getBoundingClientRect();
-  if (!sign) return null;
-  const way = cell => { const box = cell.getBoundingClientRect(); return [sign * (box.top - here.top), Math.abs(box.left - here.left)]; };
-  const there = cells.map(cell => [...way(cell), cell]).filter(([down]) => down > 4);
-  there.sort((a, b) => a[0] - b[0] || a[1] - b[1]);
-  return there.length ? there[0][2] : null;
-}
-
 function listenTips() {
   for (const title of document.querySelectorAll(".curve title")) {
     const element = title.parentElement, words = title.textContent;
@@ -886,7 +832,6 @@ async function begin() {
   $("out").onclick = () => zoom(2);
   $("all").onclick = () => look(0, end);
   $("peak").onclick = () => { $("pipeline").focus({preventScroll: true}); lookAtFullest(); };
-  listenPolicy();
   listenTips();
   listenCopy();
   for (const query of ["(prefers-color-scheme: dark)", "print"]) {

@@ -121,7 +121,6 @@ def test_prices_bound_long_chunks_closely():
         assert Priced(units, prices).after()[0] <= cheapest * (1 + 1e-12)
         choice = stage.fastest(budget)
         assert choice.gap <= 1e-4
-        assert plans.bound(np.ones((2, 1))) <= choice.time_ps
 
 
 def test_where_no_plan_within_a_limit_begins_a_unit_nothing_is_kept():
