@@ -31,7 +31,8 @@ from megatron_autorecompute.planner.cost.lengths import varies
 from megatron_autorecompute.planner.plan import Plan, make_plan
 from megatron_autorecompute.planner.search.buckets import BucketPlan, bucket_plans
 from megatron_autorecompute.planner.search.problem import Budget
-from megatron_autorecompute.planner.search.shapes import explained, search_shapes
+from megatron_autorecompute.planner.search.shapes import search_shapes
+from megatron_autorecompute.planner.suggestions import explained
 from megatron_autorecompute.units import gib
 
 if TYPE_CHECKING:

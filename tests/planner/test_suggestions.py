@@ -8,8 +8,8 @@ from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.search import shapes
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.shapes import cheapest_changes, explained
 from megatron_autorecompute.planner.search.solve import solve, try_solve
+from megatron_autorecompute.planner.suggestions import cheapest_changes, explained
 from megatron_autorecompute.profile import (
     BytesAt,
     ChoiceRecord,
