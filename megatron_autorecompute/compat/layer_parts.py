@@ -247,7 +247,9 @@ def scope(layer: Layer, module: str, modules: Sequence[str] = ()) -> Iterator[to
     if module == "ln_out":
         yield from fused_norms(layer, modules)
     elif module == "mlp_act" and any(_first_linear(layer)) and not with_shared:
-        yield cast(torch.nn.Module, plain_mlp(layer))
+        shared = cast(torch.nn.Module, plain_mlp(layer))
+        if not getattr(shared, "use_shared_expert_gate", False):  # sums gradients in another order
+            yield shared
     elif module == "qkv" and any(core_attention(layer)) and any(_projection(layer)):
         yield layer.self_attention
     elif module == "experts" and isinstance(mlp, MoELayer):

@@ -220,6 +220,16 @@ def test_a_gate_of_shared_experts_reads_their_end():
     assert result.same_bits(reference)
 
 
+def test_mlp_act_leaves_shared_experts_with_a_gate_as_they_are():
+    shared = {"moe_shared_expert_intermediate_size": 96, "moe_shared_expert_gate": True}
+    model = model_of(kind="moe", dropout=0.0, **shared)
+    flops, reference = step_of(model, "none")
+    again, result = step_of(model, "selective[mlp_act]")
+    assert again == flops
+    assert result.same_bits(reference)
+    assert held_bytes(model, "selective[mlp_act]") == held_bytes(model, "none")
+
+
 def steps_of_experts():
     """(FLOPs, exchanges between ranks, whether bits are those of none) of a step by choice."""
     start_parallel(expert_model_parallel_size=2)
