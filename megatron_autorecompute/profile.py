@@ -240,6 +240,9 @@ class ChoiceRecord:
     """How much higher the backward reaches where the gradient of the layer's output stays alive to
     the backward's end, as in a chunk's last layer. None: not known. Then `Profile.boundary_bytes`
     is taken, and 0 under full, because a checkpoint keeps that gradient itself."""
+    also_static_bytes: Bytes = 0
+    """Bytes that both held_bytes and static bytes contain: what a MoE dispatcher keeps of its last
+    microbatch. In the chunk with the head they count once."""
     lines: RecordLines | None = None
     """The figures as lines in the tokens of a microbatch. None: they hold for one length."""
     parts: tuple[PartBytes, ...] = ()

@@ -204,6 +204,7 @@ def _run(
         "forward_transient_bytes": rest.forward_transient_bytes + pool.forward_transient_bytes,
         "backward_transient_bytes": rest.backward_transient_bytes + pool.backward_transient_bytes,
         "input_kept": keeps_input,
+        "also_static_bytes": 0,
         "graph": pool,
     }
 

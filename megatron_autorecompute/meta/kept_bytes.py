@@ -29,7 +29,7 @@ from megatron_autorecompute.meta.static_bytes import (
 )
 from megatron_autorecompute.meta.step_end import iteration_flops
 from megatron_autorecompute.policy import NONE, LayerPolicy
-from megatron_autorecompute.profile import Deferred, StageRecord, StaticBytes
+from megatron_autorecompute.profile import Deferred, LayerKind, StageRecord, StaticBytes
 from megatron_autorecompute.runtime.live_bytes import LiveBytes, storage_bytes
 
 
@@ -306,24 +306,38 @@ def _is_of_torch(module: torch.nn.Module) -> bool:
 
 
 class Dispatchers:
-    """What MoE layers' dispatchers of a shard keep of the last microbatch, by what `live` counts.
-    What the layer saves for its backward, too, or what the graph of that leads to, is alive once
-    but counts twice: in what the layer holds, and in static bytes."""
+    """What MoE layers' dispatchers of a shard keep of the last microbatch, as `live` counts."""
 
     def __init__(self, model: torch.nn.Module, live: LiveBytes) -> None:
         layers = model_layers.numbered_layers([model])
         # From the last layer down: the graph of what one keeps leads to those below.
         self._keepers = [(at, defects.graph_keepers(layer)) for layer, at in reversed(layers)]
         self._live = live
+        self._beside: dict[tuple[int, LayerPolicy], int] = {}
         self.kept_bytes = 0
         """The most that one keeps of a layer that recomputes nothing."""
 
+    def after_forward(self, policy: Sequence[LayerPolicy]) -> None:
+        """Read what they keep beside what layers save; policy: the choices that ran, by layer."""
+        self._beside |= {(at, policy[at]): size for at, size in self._sizes() if size}
+
     def after_step(self, policy: Sequence[LayerPolicy]) -> None:
-        """Read what they keep between steps; policy: the choices that ran, by layer."""
-        for at, keepers in self._keepers:
-            size = _own_bytes(keepers, self._live)
-            if policy[at] == NONE:
-                self.kept_bytes = max(self.kept_bytes, size)
+        """Read what they keep between steps."""
+        plain = (size for at, size in self._sizes() if policy[at] == NONE)
+        self.kept_bytes = max(self.kept_bytes, *plain, 0)
+
+    def _sizes(self) -> list[tuple[int, int]]:
+        return [(at, _own_bytes(keepers, self._live)) for at, keepers in self._keepers]
+
+    def counted_once(self, kind: LayerKind) -> LayerKind:
+        """A kind of the shard with `also_static_bytes`; of several layers the most counts."""
+
+        def also(choice: LayerPolicy) -> int:
+            own = [self._beside[i, choice] for i in kind.layers if (i, choice) in self._beside]
+            return max(0, self.kept_bytes - max(own)) if own else 0
+
+        choices = (replace(each, also_static_bytes=also(each.policy)) for each in kind.choices)
+        return replace(kind, choices=tuple(choices))
 
 
 def _own_bytes(keepers: Sequence[Any], live: LiveBytes) -> int:

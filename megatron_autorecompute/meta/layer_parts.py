@@ -78,6 +78,7 @@ def _figures(run: _Run, boundary_bytes: int, output_stays: bool) -> dict[str, An
         "held_bytes": held,
         "forward_transient_bytes": max(part.forward_peak_bytes for part in parts) - held,
         "backward_transient_bytes": max(part.backward_peak_bytes for part in parts) - held,
+        "also_static_bytes": 0,
         "parts": parts,
         "input_stays": run.input_stays,
         "output_keeps_bytes": run.backward[0].kept_bytes,

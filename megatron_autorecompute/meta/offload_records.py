@@ -125,6 +125,7 @@ def _with(kind: LayerKind, saved: tuple[int, int]) -> LayerKind:
         plain,
         choice=str(WHOLE),
         held_bytes=plain.held_bytes - device_bytes,
+        also_static_bytes=0,
         forward_transient_bytes=plain.forward_transient_bytes + device_bytes,
         backward_transient_bytes=plain.backward_transient_bytes + device_bytes,
         offload_groups=(OffloadGroup(WHOLE_LAYER, device_bytes, host_bytes, 1.0, 0.0, 1.0),),

@@ -280,7 +280,8 @@ def _part(
     with shard(job, copies) as built:
         measured, kept, dispatchers = _measured(job, built, clock, every, progress)
         counted = Counted(job, built, clock.device, kept, dispatchers.kept_bytes)
-        kinds = tuple(_kind(job, kind, built, counted) for kind in measured.kinds)
+        own = map(dispatchers.counted_once, measured.kinds)
+        kinds = tuple(_kind(job, kind, built, counted) for kind in own)
         config = model_facts.of_config(model_layers.unwrapped(built.model).config)
     facts = {name: config[name] for name in LAYER_FIELDS if name in config}
     return _Part(measured, kinds, counted, facts)
@@ -372,6 +373,8 @@ def _measured(
             # One microbatch is in flight, as in a pipeline. So what a MoE layer's dispatcher keeps
             # until the next forward exists before the watched forward, not on top of it.
             earlier = forward()
+            if not job.resolved.overlap_moe_expert_parallel_comm:
+                dispatchers.after_forward(applied.policy.layers)
             offloaded.begin()
             with clock, measurement.watch(live):
                 loss = forward()

@@ -16,7 +16,7 @@ from megatron_autorecompute.policy import FULL
 
 _LAYOUTS = 12  # tried for an error message, which should take seconds
 _UNSCALED = (
-    *("static", "embedding_static", "head_static"),
+    *("static", "embedding_static", "head_static", "also_static_bytes"),
     *("optimizer_step_peak_bytes", "step_end_ms", "measured_step"),
     *("available_bytes", "fragmentation_bytes", "others_bytes", "host", "host_link", "lines"),
 )

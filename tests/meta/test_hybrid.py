@@ -222,7 +222,7 @@ def test_plans_are_what_megatrons_schedule_does(monkeypatch, pattern, fields):
     ("pattern", "fields", "said"),
     [
         ("M-X*", {}, "'X' at position 2 is no layer"),
-        ("M-*", {"num_layers": 4}, "num_layers is 4. Set it to 3"),
+        ("M-*", {"num_layers": 4}, "has 3 layers and 0 MTP depths (after /); num_layers is 4"),
         ("M-[*-]", {}, "'[' at position 2 is no layer"),
         ("-M", {"use_mamba_mem_eff_path": False}, "use_mamba_mem_eff_path false"),
         (

@@ -180,7 +180,7 @@ def _groupable(profile, layer):
     return {"none", "full"} <= names and layer < profile.model.num_layers
 
 
-def units(profile, chunk, policies):
+def units(profile, chunk, policies, alone=False):
     """(held, forward transient, backward transient, ms) of what runs as one, in order."""
     found = []
     if not chunk.head and not profile.deallocate_pipeline_outputs:
@@ -200,7 +200,7 @@ def units(profile, chunk, policies):
         found.append(
             _checkpoint(profile, members)
             if policy.group > 1
-            else _one(profile, members, policy, received)
+            else _one(profile, members, policy, received, chunk.head and alone)
         )
         position += policy.group
         if members[-1] == profile.model.num_layers - 1 and profile.final_norm is not None:
@@ -224,12 +224,15 @@ def _find(profile, layer, choice):
     return records.get(choice) or records[choice.removesuffix("+all")]
 
 
-def _one(profile, members, policy, received):
+def _one(profile, members, policy, received, alone):
     found = _find(profile, members[0], str(policy))
     held, forward, backward, ms = _costs(found)
     if received and not found.input_kept:
         size = profile.boundary_bytes
         held, forward = held + size, max(0, forward - size)
+    if alone:
+        size = found.also_static_bytes
+        held, backward = held - size, backward + size
     return held, forward, backward, ms
 
 
@@ -283,7 +286,10 @@ def simulate(profile, layout, schedule, stage, chunk_choices):
     static, optimizer, residual = stage_constants(profile, layout, stage)
     extra = boundary_tensors(profile, schedule, stage)
     chunks = layout.stages[stage]
-    all_units = [units(profile, c, p) for c, p in zip(chunks, chunk_choices, strict=True)]
+    all_units = [
+        units(profile, c, p, schedule.runs_head_alone)
+        for c, p in zip(chunks, chunk_choices, strict=True)
+    ]
     kept = [
         _kept_gradient(profile, chunk, choices)
         for chunk, choices in zip(chunks, chunk_choices, strict=True)

@@ -37,6 +37,7 @@ def record(rng, choice, forward_ms=None, backward_ms=None):
         backward_ms=float(backward_ms or rng.randint(1, 6)),
         input_kept=choice == "full" or rng.random() < 0.7,
         kept_gradient_bytes=(None, 0, 1, 3)[(held + backward) % 4],
+        also_static_bytes=held * forward % 3 if choice != "full" and held > 1 else 0,
     )
 
 
@@ -158,6 +159,7 @@ def scale(profile, size, time):
             forward_transient_bytes=r.forward_transient_bytes * size,
             backward_transient_bytes=r.backward_transient_bytes * size,
             kept_gradient_bytes=r.kept_gradient_bytes and r.kept_gradient_bytes * size,
+            also_static_bytes=r.also_static_bytes * size,
             forward_ms=r.forward_ms * time,
             backward_ms=r.backward_ms * time,
         )

@@ -263,7 +263,7 @@ def test_a_plan_of_another_job_is_said_to_be_and_measured_anew(auto, tmp_path):
     assert "Changed: " in ranks[0]["said"][0]
     assert "hidden_size: 64, now 32" in ranks[0]["said"][0]
     assert ranks[0]["policies"][0] == "full*8"
-    assert Plan.load(path).fingerprint["hidden_size"] == "32"
+    assert Plan.load(path).profile.fingerprint["hidden_size"] == "32"
 
 
 def _with_first_choice(text, choice):

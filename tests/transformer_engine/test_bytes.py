@@ -147,10 +147,9 @@ def differences(found, predicted):
     for kind, other in zip(found.kinds, predicted.kinds, strict=True):
         for record in kind.choices:
             expected = other.record(record.choice)
-            more = record.held_bytes - expected.held_bytes
             # What a dispatcher keeps of its last microbatch is there before a layer's forward too.
-            kept_bytes = other.static.buffer_bytes if other.static else 0
-            if not -kept_bytes - SMALL_BYTES <= more <= SMALL_BYTES:
+            more = record.held_bytes - (expected.held_bytes - expected.also_static_bytes)
+            if abs(more) > SMALL_BYTES:
                 different[str(record.choice)] = more
     return different
 

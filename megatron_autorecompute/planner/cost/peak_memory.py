@@ -41,6 +41,19 @@ MOST_MS_OF_A_STEP = float(1 << 31)
 """25 days; in picoseconds 61 bits."""
 
 
+def for_schedule(profile: Profile, schedule: Schedule) -> Profile:
+    """The profile without `also_static_bytes` where several microbatches of the chunk with the head
+    are in flight."""
+    records = (record for kind in profile.kinds for record in kind.choices)
+    if schedule.runs_head_alone or not any(record.also_static_bytes for record in records):
+        return profile
+    kinds = (
+        replace(kind, choices=tuple(replace(r, also_static_bytes=0) for r in kind.choices))
+        for kind in profile.kinds
+    )
+    return replace(profile, kinds=tuple(kinds))
+
+
 def check_layout(profile: Profile, layout: Layout, schedule: Schedule) -> None:
     """Raise ProfileError if layout, schedule and profile have different layers or stages."""
     layers = layout.num_layers, layout.mtp_num_layers

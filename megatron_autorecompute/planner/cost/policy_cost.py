@@ -22,6 +22,7 @@ from megatron_autorecompute.planner.cost.peak_memory import (
     StageBase,
     check_layout,
     every_moment,
+    for_schedule,
     stage_base,
     stage_moments,
     stage_peak,
@@ -145,6 +146,7 @@ class PolicyCosts:
         percentile: float | None = None,
     ) -> None:
         check_layout(profile, layout, schedule)
+        profile = for_schedule(profile, schedule)
         self.profile, self.layout, self.schedule = profile, layout, schedule
         self.percentile = percentile
         bounds: tuple[Bound, ...] = tuple(SIGN) if _is_uncertain(profile) else ("nominal",)

@@ -101,6 +101,13 @@ class Schedule:
         """Microbatches that pass one chunk in a row."""
         return self.num_stages if self.microbatch_group_size is None else self.microbatch_group_size
 
+    @property
+    def runs_head_alone(self) -> bool:
+        """Whether the backward of a microbatch follows its forward in the chunk with the head, so
+        that no other one is in flight there."""
+        uneven = self.num_chunks > 1 and self.num_microbatches % self.group_size > 0
+        return not uneven and not self.overlap_moe_expert_parallel_comm
+
     def warmup(self, stage: int) -> int:
         """Return how many forwards the stage runs before forwards and backwards alternate.
 

@@ -6,9 +6,9 @@ norm, or the head. Times are whole picoseconds, so that sums are exact and equal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 import numpy as np
@@ -217,22 +217,21 @@ class CostTable:
         equals = self._of_layers[layer].kind.equals
         return frozenset([choice, *(inert for inert, other in equals.items() if other == choice)])
 
-    def layer(self, layer: int, policy: LayerPolicy, received: bool = False) -> Unit:
-        """Costs of one layer; `received` if another stage sent its input, which then stays alive.
+    def layer(
+        self, layer: int, policy: LayerPolicy, received: bool = False, alone: bool = False
+    ) -> Unit:
+        """Costs of one layer; `received` if another stage sent its input, which then stays alive,
+        `alone` if no other microbatch ever is in flight.
 
         Raises: ProfileError when the profile has no record of the choice.
         """
-        key = layer, policy, received
-        if key not in self._units:
-            self._units[key] = self._unit_of(*key)
-        return self._units[key]
+        return self._units(layer, policy, received, alone)
 
     @cached_property
-    def _units(self) -> dict[tuple[int, LayerPolicy, bool], Unit]:
-        """What `layer` found."""
-        return {}
+    def _units(self) -> Callable[[int, LayerPolicy, bool, bool], Unit]:
+        return cache(self._unit_of)
 
-    def _unit_of(self, layer: int, policy: LayerPolicy, received: bool) -> Unit:
+    def _unit_of(self, layer: int, policy: LayerPolicy, received: bool, alone: bool) -> Unit:
         record = self.record(layer, policy)
         if record is None:
             kind = self._of_layers[layer].kind
@@ -243,6 +242,8 @@ class CostTable:
             )
         if received and not record.input_kept:
             record = self._with_input(record)
+        if alone:
+            record = _counted_once(record)
         kept = record.kept_gradient_bytes
         if kept is None:
             whole = policy.granularity == "full" and not policy.inner
@@ -254,9 +255,9 @@ class CostTable:
         depth, the norm is part of the depth. Raises: as `layer`."""
         first, norm = layer == chunk.layers[0], self.profile.final_norm
         if layer != self.profile.model.num_layers:
-            unit = self.layer(layer, policy.in_time, first and not chunk.embedding)
+            unit = self.layer(layer, policy.in_time, first and not chunk.embedding, chunk.head)
             return self._early(unit, chunk) if policy.ahead else unit
-        unit = self.layer(layer, policy)
+        unit = self.layer(layer, policy, alone=chunk.head)
         return unit if first or norm is None else _behind(self._shifted(norm, 1.0), unit)
 
     def _early(self, unit: Unit, chunk: Chunk) -> Unit:
@@ -476,6 +477,17 @@ def hidden_states_received(profile: Profile, chunk: Chunk) -> int:
     depths = profile.model.mtp_num_layers
     has_depths = any(layer >= profile.model.num_layers for layer in chunk.layers)
     return 1 if not chunk.head or has_depths else 1 + depths
+
+
+def _counted_once(record: ChoiceRecord) -> ChoiceRecord:
+    """The record without what static bytes contain as well; the backward's highest point counts
+    what the dispatcher keeps after it as static."""
+    size_bytes = min(record.also_static_bytes, record.held_bytes)
+    return replace(
+        record,
+        held_bytes=record.held_bytes - size_bytes,
+        backward_transient_bytes=record.backward_transient_bytes + size_bytes,
+    )
 
 
 def _scaled(group: OffloadGroup, factor: float) -> OffloadGroup:

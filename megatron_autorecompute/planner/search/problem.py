@@ -9,7 +9,11 @@ from typing import Any, Literal
 
 from megatron_autorecompute.errors import OptionError, PolicyError
 from megatron_autorecompute.planner.cost.layout import Layout
-from megatron_autorecompute.planner.cost.peak_memory import check_figures, check_layout
+from megatron_autorecompute.planner.cost.peak_memory import (
+    check_figures,
+    check_layout,
+    for_schedule,
+)
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost, PolicyCosts
 from megatron_autorecompute.planner.cost.schedule import Schedule
 from megatron_autorecompute.planner.cost.unit_costs import CostTable
@@ -78,6 +82,8 @@ class Problem:
     def __post_init__(self) -> None:
         check_layout(self.profile, self.layout, self.schedule)
         check_figures(self.profile, self.schedule)
+        # Frozen: this is the one place where a field is set.
+        object.__setattr__(self, "profile", for_schedule(self.profile, self.schedule))
         for size in self.budgets:
             if type(size) is not int or size > NO_LIMIT:
                 raise OptionError(
