@@ -160,7 +160,7 @@ def jobs(launched, folder):
 def test_auto_changes_no_digit_of_losses_and_weights(jobs, folder, name):
     assert jobs[name].losses == jobs[f"{name} plain"].losses, jobs[name].text
     assert jobs[name].weights == jobs[f"{name} plain"].weights
-    assert Plan.load(folder / name).fingerprint["num_layers"] == "4"
+    assert Plan.load(folder / name).profile.fingerprint["num_layers"] == "4"
 
 
 def test_evaluation_while_measuring_and_after_changes_nothing(jobs):
@@ -324,7 +324,7 @@ def test_two_jobs_that_share_a_plan_path_each_run_a_whole_plan_of_their_own(laun
     def read_all_the_time():
         while not ended.is_set():
             if path.exists():
-                seen.append(Plan.load(path).fingerprint["hidden_size"])  # raises at half a file
+                seen.append(Plan.load(path).profile.fingerprint["hidden_size"])  # raises at half a file
             ended.wait(0.01)
 
     with ThreadPoolExecutor(1) as pool:
