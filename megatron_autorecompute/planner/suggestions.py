@@ -105,7 +105,7 @@ def explained(error: InfeasibleError, problem: Problem) -> InfeasibleError:
     """The error, with changes that would make the plan fit added to its message."""
     changes = cheapest_changes(problem)
     if not changes:
-        return InfeasibleError(f"{error} No change this program knows would make it fit.")
+        return InfeasibleError(f"{error} More pipeline stages or tensor parallelism need less.")
     lines = [f"{error} Each of these alone would fit:"]
     lines += [f"  - {change.text}: {change.step_ms:.0f} ms a step" for change in changes]
     return InfeasibleError("\n".join(lines))

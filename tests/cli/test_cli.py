@@ -275,7 +275,8 @@ def test_pareto_shows_how_far_it_is_on_a_terminal_only():
     ("arguments", "code", "message"),
     [
         (["--budget-gib", "5"], 3, "Stage 0 needs"),
-        (["--budget-gib", "15"], 3, "Each of these alone would fit:\n  - "),
+        (["--budget-gib", "15"], 3, "More pipeline stages or tensor parallelism need less"),
+        (["--budget-gib", "20", "--only", "none"], 3, "Each of these alone would fit:\n  - full"),
         (["--budget-gib", "30,40"], 2, "2 budgets for 4 stages"),
         (["--budget-gib", "30", "--num-layers-in-first-pipeline-stage", "7"], 8, "layers"),
         (["--budget-gib", "30", "--search-micro-batch", "1,2"], 4, "one file for each size"),
