@@ -324,7 +324,8 @@ def test_two_jobs_that_share_a_plan_path_each_run_a_whole_plan_of_their_own(laun
     def read_all_the_time():
         while not ended.is_set():
             if path.exists():
-                seen.append(Plan.load(path).profile.fingerprint["hidden_size"])  # raises at half a file
+                plan = Plan.load(path)  # raises at half a file
+                seen.append(plan.profile.fingerprint["hidden_size"])
             ended.wait(0.01)
 
     with ThreadPoolExecutor(1) as pool:
