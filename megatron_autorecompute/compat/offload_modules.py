@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from megatron_autorecompute import megatron_fields
 from megatron_autorecompute.compat import model_layers, versions
 from megatron_autorecompute.compat.untyped import Layer
-from megatron_autorecompute.errors import ApplyError, MachineError, PolicyError
+from megatron_autorecompute.errors import ApplyError, MachineError
 from megatron_autorecompute.patched import patched
 from megatron_autorecompute.policy import WHOLE_LAYER, LayerPolicy, RecomputePolicy
 
@@ -51,11 +51,8 @@ SWITCH_OF_ALL = "fine_grained_activation_offloading"
 """A config's switch: with it a model's forward and schedules tell the manager of microbatches."""
 
 
-def check_rules(config: TransformerConfig, choice: LayerPolicy, where: str) -> None:
-    """Raise PolicyError for offload that Megatron accepts but runs wrongly or without effect.
-
-    where: the choice and its layer, for the message.
-    """
+def broken_rules(config: TransformerConfig, choice: LayerPolicy) -> Iterator[str]:
+    """Why a choice that Megatron accepts would offload wrongly or without effect."""
     if not choice.offload:
         return
     own = megatron_fields.offload_of(config)
@@ -84,9 +81,7 @@ def check_rules(config: TransformerConfig, choice: LayerPolicy, where: str) -> N
             f"with cuda_graph_impl={graphs} copies are captured as the layers were built",
         ),
     ]
-    for broken, reason in rules:
-        if broken:
-            raise PolicyError(f"{where} cannot be used with this model: {reason}.")
+    yield from (reason for broken, reason in rules if broken)
 
 
 def check_can_run(policy: RecomputePolicy) -> None:
@@ -278,17 +273,22 @@ Method = Callable[..., Any]
 
 
 @contextmanager
-def watched(around: Mapping[str, Callable[[Method], Method]]) -> Iterator[None]:
+def watched(instead: Mapping[str, Method]) -> Iterator[None]:
     """In this block the handlers of microbatches' chunks have other methods.
 
     Args:
-        around: by a method's name in Megatron, what makes the new one of it.
+        instead: by a method's name in Megatron, what runs: it gets the method, then its arguments.
     """
     handler: Any = megatron_offload.ChunkOffloadHandler
     with ExitStack() as undo:
-        for name, made_of in around.items():
-            undo.enter_context(patched(handler, name, made_of(getattr(handler, name))))
+        for name, run in instead.items():
+            made = _through(run, getattr(handler, name))
+            undo.enter_context(patched(handler, name, made))
         yield
+
+
+def _through(run: Method, usual: Method) -> Method:
+    return lambda *args, **named: run(usual, *args, **named)
 
 
 def leaving(chunk: Any) -> tuple[Any, str]:

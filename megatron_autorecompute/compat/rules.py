@@ -58,7 +58,6 @@ def check_layers(config: TransformerConfig, layers: Iterable[tuple[int, LayerPol
         where = f"{choice} on layer {index}"
         check_known(choice, where)
         _check_own_rules(config, choice, where)
-        offload_modules.check_rules(config, choice, where)
         reason = refusal(config, choice)
         if reason is not None and reason != refusal(config, LayerPolicy()):
             raise PolicyError(
@@ -86,27 +85,18 @@ def check_known(choice: LayerPolicy, where: str) -> None:
     where: the choice and its layer, for the message.
     """
     theirs = [name for name in allowed_modules() if name in layer_modules.MODULE_FLAGS]
-    unknown = [module for module in choice.modules if module not in (*OWN_MODULES, *theirs)]
-    if unknown:
-        raise PolicyError(
-            f"Unknown module {', '.join(unknown)} in {where}: of megatron-core "
-            f"{versions.installed()} {', '.join(theirs)} can be set for single layers; this "
-            f"package adds {', '.join(OWN_MODULES)}."
-        )
-    unknown = [part for part in choice.keep if part not in layer_parts.KEEPS]
-    if unknown:
-        raise PolicyError(
-            f"Unknown part {', '.join(unknown)} to keep in {where}: there are "
-            f"{', '.join(layer_parts.KEEPS)}."
-        )
-    offloaded = {*allowed_offload_modules(), WHOLE_LAYER} if choice.offload else ()
-    known = {*offload_modules.SWITCHES, WHOLE_LAYER}.intersection(offloaded)
-    unknown = [module for module in choice.offload if module not in known]
-    if unknown:
-        raise PolicyError(
-            f"Unknown module {', '.join(unknown)} to offload in {where}: megatron-core "
-            f"{versions.installed()} has {', '.join(sorted(known))}."
-        )
+    allowed = {*allowed_offload_modules(), WHOLE_LAYER} if choice.offload else set[str]()
+    movable = sorted(allowed & {*offload_modules.SWITCHES, WHOLE_LAYER})
+    for names, known, kind, purpose in (
+        (choice.modules, [*theirs, *OWN_MODULES], "module", ""),
+        (choice.keep, list(layer_parts.KEEPS), "part", " to keep"),
+        (choice.offload, movable, "module", " to offload"),
+    ):
+        if unknown := [name for name in names if name not in known]:
+            raise PolicyError(
+                f"Unknown {kind} {', '.join(unknown)}{purpose} in {where}: there are "
+                f"{', '.join(known)} (megatron-core {versions.installed()})."
+            )
 
 
 def _check_own_rules(config: TransformerConfig, choice: LayerPolicy, where: str) -> None:
@@ -138,9 +128,10 @@ def _check_own_rules(config: TransformerConfig, choice: LayerPolicy, where: str)
             "fine_grained_activation_offloading moves tensors that full recompute makes again",
         ),
     ]
-    for broken, reason in rules:
-        if broken:
-            raise PolicyError(f"{where} cannot be used with this model: {reason}.")
+    reasons = [reason for broken, reason in rules if broken]
+    reasons += offload_modules.broken_rules(config, choice)
+    if reasons:
+        raise PolicyError(f"{where} cannot be used with this model: {reasons[0]}.")
 
 
 def refusal(config: TransformerConfig, choice: LayerPolicy) -> str | None:

@@ -254,6 +254,9 @@ class OffloadCounter:
         ]
         self.found: Groups = {}
         """What was kept."""
+        self._reset()
+
+    def _reset(self) -> None:
         self._runs: dict[int, _LayerRun] = {}  # of the running forward, by layer
         self._run_of: dict[int, _LayerRun] = {}  # by id of Megatron's group
         self._forward: _LayerRun | None = None
@@ -284,11 +287,7 @@ class OffloadCounter:
     def begin(self) -> None:
         """Forget what was seen since `keep`, and let Megatron begin with a warm-up."""
         offload_modules.forget()
-        self._runs.clear()
-        self._run_of.clear()
-        self._seen.clear()
-        self._open.clear()
-        self._forward = self._backward = None
+        self._reset()
 
     def keep(self, policy: Sequence[LayerPolicy]) -> None:
         """Keep what was seen since `begin`.
@@ -340,8 +339,8 @@ class OffloadCounter:
 
     # --------------------------------------------------------------- in place of Megatron's methods
 
-    def _methods(self) -> dict[str, Callable[[Method], Method]]:
-        """For each of Megatron's methods, by name, a function that makes its replacement."""
+    def _methods(self) -> dict[str, Method]:
+        """What runs for each of Megatron's methods, by name."""
         return {
             "offload": self._copy_out,
             "on_group_commit_forward": self._commit_forward,
@@ -350,58 +349,49 @@ class OffloadCounter:
             "bulk_reload": self._reload,
         }
 
-    def _reload(self, _: Method) -> Method:
-        return lambda chunk: chunk.bulk_reload_group() if self._is_here(chunk) else None
+    def _reload(self, _: Method, chunk: Any) -> None:
+        if self._is_here(chunk):
+            chunk.bulk_reload_group()
 
-    def _copy_out(self, usual: Method) -> Method:
-        def offload(chunk: Any, source: torch.Tensor, *args: Any, **named: Any) -> Any:
-            storage = source.untyped_storage()
-            size_bytes = source.numel() * source.element_size()
-            self._copies.append(_Copy(weakref.ref(storage), storage.nbytes(), size_bytes))
-            return usual(chunk, source, *args, **named)
+    def _copy_out(
+        self, usual: Method, chunk: Any, source: torch.Tensor, *args: Any, **named: Any
+    ) -> Any:
+        storage = source.untyped_storage()
+        size_bytes = source.numel() * source.element_size()
+        self._copies.append(_Copy(weakref.ref(storage), storage.nbytes(), size_bytes))
+        return usual(chunk, source, *args, **named)
 
-        return offload
+    def _commit_forward(self, usual: Method, chunk: Any, *args: Any) -> None:
+        group, name = offload_modules.leaving(chunk)
+        run, self._copies = self._forward, []
+        assert run is not None
+        committed = run.forward.worked()
+        with run.forward.copying():
+            usual(chunk, *args)
+        for copy in self._copies:
+            storage = copy.storage()
+            copy.freed = storage is not None and storage.nbytes() == 0
+        run.groups.append(_Group(name, self._copies, committed))
+        self._run_of[id(group)] = run
 
-    def _commit_forward(self, usual: Method) -> Method:
-        def on_group_commit_forward(chunk: Any, *args: Any) -> None:
-            group, name = offload_modules.leaving(chunk)
-            run, self._copies = self._forward, []
-            assert run is not None
-            committed = run.forward.worked()
-            with run.forward.copying():
-                usual(chunk, *args)
-            for copy in self._copies:
-                storage = copy.storage()
-                copy.freed = storage is not None and storage.nbytes() == 0
-            run.groups.append(_Group(name, self._copies, committed))
-            self._run_of[id(group)] = run
+    def _commit_backward(self, usual: Method, chunk: Any, name: str) -> None:
+        assert self._backward is not None
+        run, backward = self._backward
+        is_first = all(group.back is None for group in run.groups)
+        group = next(group for group in run.groups if group.name == name)
+        group.back = backward.worked()
+        self._open.append(group)
+        with backward.copying():
+            if is_first and self._is_here(chunk):
+                chunk.bulk_reload_group()
+            usual(chunk, name)
 
-        return on_group_commit_forward
-
-    def _commit_backward(self, usual: Method) -> Method:
-        def on_group_commit_backward(chunk: Any, name: str) -> None:
-            assert self._backward is not None
-            run, backward = self._backward
-            is_first = all(group.back is None for group in run.groups)
-            group = next(group for group in run.groups if group.name == name)
-            group.back = backward.worked()
-            self._open.append(group)
-            with backward.copying():
-                if is_first and self._is_here(chunk):
-                    chunk.bulk_reload_group()
-                usual(chunk, name)
-
-        return on_group_commit_backward
-
-    def _start_backward(self, usual: Method) -> Method:
-        def on_group_start_backward(chunk: Any) -> None:
-            assert self._backward is not None
-            _, backward = self._backward
-            self._open.pop().done = backward.worked()
-            with backward.copying():
-                usual(chunk)
-
-        return on_group_start_backward
+    def _start_backward(self, usual: Method, chunk: Any) -> None:
+        assert self._backward is not None
+        _, backward = self._backward
+        self._open.pop().done = backward.worked()
+        with backward.copying():
+            usual(chunk)
 
     def _is_here(self, chunk: Any) -> bool:
         """Whether the group that would come back next belongs to the layer whose backward runs."""
