@@ -4,7 +4,6 @@ import contextlib
 import gc
 import multiprocessing
 import os
-import re
 import resource
 import signal
 import subprocess
@@ -64,8 +63,6 @@ class Examples:
     """Profiles and plans of three examples of the package."""
 
     folder: Path
-    processor_s: dict[str, float]
-    """What profiling each took."""
     largest_bytes: int
     """Memory of the largest process that has run so far."""
 
@@ -86,9 +83,8 @@ def examples(tmp_path_factory):
         env={**os.environ, **paths},
     )
     assert ran.returncode == 0, ran.stderr
-    took_s = map(float, re.findall(r"profiled in (\S+) s of processor time", ran.stdout))
     largest_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return Examples(folder, dict(zip(EXAMPLE_JOBS, took_s, strict=True)), largest_kib << 10)
+    return Examples(folder, largest_kib << 10)
 
 
 @pytest.fixture(scope="module")

@@ -59,6 +59,8 @@ class ShowCommand(Command):
         written, OptionError for a picture that would replace it, and for a picture of a profile.
         """
         alone = str(args.svg) == "-"
+        if alone and args.json:
+            raise without_effect("--json", "--svg -", "the picture is printed alone")
         if args.svg and not alone:
             check_output(args, args.svg)
         text = json_records.read(args.plan, Plan.__name__)

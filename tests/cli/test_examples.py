@@ -19,9 +19,7 @@ def test_a_profile_that_the_package_carries_is_what_estimate_makes(name, example
 
 
 @pytest.mark.parametrize("name", EXAMPLE_JOBS)
-def test_examples_take_under_a_minute_of_processor_time_and_4_gib(name, examples):
-    # Of the processor, not the clock: what else the machine does is no matter.
-    assert examples.processor_s[name] < 60
+def test_examples_take_under_4_gib_and_say_what_to_run_next(name, examples):
     assert examples.largest_bytes < 4 << 30
     out = (examples.folder / f"{name}.txt").read_text()
     assert "modelled, not measured" in out

@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_autorecompute.errors import InfeasibleError
+from megatron_autorecompute.planner import suggestions
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.schedule import Schedule
-from megatron_autorecompute.planner.search import shapes
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solve import solve, try_solve
 from megatron_autorecompute.planner.suggestions import cheapest_changes, explained
@@ -35,7 +35,7 @@ def test_an_infeasible_plan_is_given_changes_that_would_fit_cheapest_first():
     with pytest.raises(InfeasibleError) as caught:
         solve(problem.at(need - 1))
     assert "Each of these alone would fit" in str(explained(caught.value, problem.at(need - 1)))
-    assert "No change" in str(explained(caught.value, problem.at(1)))
+    assert "More pipeline stages" in str(explained(caught.value, problem.at(1)))
 
 
 def test_another_layout_is_proposed_where_it_takes_layers_from_the_stage_that_is_too_full():
@@ -101,7 +101,7 @@ def test_full_as_a_choice_is_proposed_with_what_is_allowed_and_nothing_else():
 @pytest.mark.long
 def test_a_plan_of_thousands_of_layers_that_does_not_fit_takes_little_memory(monkeypatch):
     """Not that of all pairs of numbers for the ends, which were gigabytes of layouts."""
-    monkeypatch.setattr(shapes, "try_solve", lambda problem: None)
+    monkeypatch.setattr(suggestions, "try_solve", lambda problem: None)
     profile, _, _, _ = problem_of_many(4080)
     problem = Problem(profile, Layout.from_flags(4080, 4), Schedule(4, 1, 4))
     tracemalloc.start()

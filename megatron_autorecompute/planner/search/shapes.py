@@ -27,6 +27,8 @@ from megatron_autorecompute.profile import Profile
 FLAG = "--micro-batch-size"
 _CLOSEST = 100
 """Layouts that are estimated: those whose largest stage has the fewest layers."""
+_LAYERS_ESTIMATED = 1 << 13
+"""The most layers of all layouts that are estimated, which takes seconds."""
 _LAYERS_SOLVED = 1 << 9
 """The most layers of all layouts that are solved after each other without a shorter step."""
 
@@ -124,7 +126,8 @@ def _tried(problem: Problem, *, layouts: bool) -> list[Tried]:
 
 def promising(problem: Problem) -> list[Layout]:
     """Other layouts of a problem, those that likely fit and have the shortest step first."""
-    sizes = heapq.nsmallest(_CLOSEST, uneven_sizes(problem.layout), key=max)
+    number = min(_CLOSEST, _LAYERS_ESTIMATED // problem.layout.num_layers)
+    sizes = heapq.nsmallest(number, uneven_sizes(problem.layout), key=max)
     layouts = (uneven_layout(problem.layout, first, last) for first, _, last in sizes)
     others = [own for own in layouts if own is not None and own != problem.layout]
     ends = [_least(problem, figure) for figure in ("time_ps", "held_bytes")]
