@@ -69,8 +69,6 @@ LIMITS = {
 RECORD, TABLE = "comparison.json", "comparison.md"
 PICTURE, PLAN, PAGE = "comparison.png", "plan.json", "plan.html"
 FILES = (RECORD, TABLE, PICTURE, PLAN, PAGE)
-POLL_S = 0.05
-"""Seconds between two looks at what the ranks said."""
 CORRECTIONS = 3
 """How often a plan whose measured peak exceeds the budget is corrected."""
 
@@ -206,41 +204,46 @@ def _folder(settings: Settings) -> Path:
 def from_ranks(settings: Settings) -> Iterator[Iterator[Any]]:
     """One process per rank, and what they say; all of them end with the block."""
     context = multiprocessing.get_context("spawn")
-    said = context.SimpleQueue()
+    pipes = [context.Pipe(duplex=False) for _ in range(settings.shape.pipeline_stages)]
     with tempfile.TemporaryDirectory() as folder:
         processes = [
             context.Process(
                 target=_rank_main, args=(said, rank, settings, f"{folder}/store"), daemon=True
             )
-            for rank in range(settings.shape.pipeline_stages)
+            for rank, (_, said) in enumerate(pipes)
         ]
         with interrupts_held():  # Ctrl-C is the parent's
             for process in processes:
                 process.start()
+        for _, said in pipes:
+            said.close()  # so that a rank that dies closes its own
         try:
-            yield messages_of(said, processes)
+            yield messages_of([heard for heard, _ in pipes], processes)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def messages_of(said: Any, processes: Sequence[Any]) -> Iterator[Any]:
+def messages_of(pipes: Sequence[Any], processes: Sequence[Any]) -> Iterator[Any]:
     """The ranks' messages until all have ended.
 
     Args:
-        said: their queue.
+        pipes: the ends that receive, by rank.
         processes: theirs, by rank.
 
     Raises the error of the first that fails, MachineError for one that dies: then others fail too.
     """
-    codes: list[int | None] = [None]
-    while None in codes:
-        wait([one.sentinel for one in processes if one.exitcode is None], timeout=POLL_S)
-        codes = [one.exitcode for one in processes]
+    left = dict(zip(pipes, processes, strict=True))
+    while left:
         failed: Exception | None = None
-        while not said.empty():
-            message = said.get()
+        ready: list[Any] = wait(list(left))
+        for pipe in ready:
+            try:
+                message = pipe.recv()
+            except (EOFError, OSError):  # the rank has ended, perhaps within a message
+                left.pop(pipe).join()
+                continue
             if isinstance(message, Exception):
                 failed = failed or message
             else:
@@ -260,11 +263,11 @@ def _rank_main(said: Any, rank: int, settings: Settings, store_path: str) -> Non
     end_with_parent()
     try:
         with needed("The comparison"), _distributed(rank, settings, store_path):
-            _compare(settings, said.put if rank == 0 else lambda message: None)
+            _compare(settings, said.send if rank == 0 else lambda message: None)
     except AutorecomputeError as error:
-        said.put(error)
+        said.send(error)
     except Exception:
-        said.put(MachineError(f"Rank {rank} failed:\n{traceback.format_exc()}"))
+        said.send(MachineError(f"Rank {rank} failed:\n{traceback.format_exc()}"))
 
 
 @contextmanager

@@ -485,18 +485,20 @@ def test_a_killed_rank_keeps_what_was_finished(tmp_path, capsys):
 
 def ends(rank, said, dead):
     if rank in dead:
+        os.write(said.fileno(), b"\0\0")  # a part of a message
         os._exit(9)
-    said.put(MachineError(f"Rank {rank} failed: Connection closed by peer"))
+    said.send(MachineError(f"Rank {rank} failed: Connection closed by peer"))
 
 
 @pytest.mark.parametrize("dead", [(), (1,), (1, 2)])
 def test_the_death_of_a_rank_is_said_and_not_what_it_did_to_others(dead):
     context = multiprocessing.get_context("fork")
-    queue = context.SimpleQueue()
-    ranks = [context.Process(target=ends, args=(rank, queue, dead)) for rank in range(3)]
-    for rank in ranks:
+    pipes = [context.Pipe(duplex=False) for _ in range(3)]
+    ranks = [context.Process(target=ends, args=(n, pipes[n][1], dead)) for n in range(3)]
+    for rank, (_, said_by) in zip(ranks, pipes, strict=True):
         rank.start()
         rank.join()
+        said_by.close()
     said = f"Rank {dead[0]} died without a message" if dead else "Rank 0 failed"
     with pytest.raises(MachineError, match=said):
-        list(messages_of(queue, ranks))
+        list(messages_of([heard for heard, _ in pipes], ranks))
