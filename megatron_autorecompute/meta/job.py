@@ -487,7 +487,6 @@ def contradictions(job: Job) -> list[str]:
         f"{', '.join(filter(config.get, _NOT_WITH_PATTERN))} beside hybrid_layer_pattern, which "
         "says it already, or whose model Megatron does not build with it": pattern
         and any(map(config.get, _NOT_WITH_PATTERN)),
-        "fp8_output_proj, whose copies of weights are not modelled": values.fp8_output_proj,
         "packed samples under context parallelism beside Mamba or Gated DeltaNet layers, which is "
         "not modelled": context > 1
         and (job.packed_samples or job.max_tokens_per_microbatch)

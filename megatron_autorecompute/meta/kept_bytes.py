@@ -19,6 +19,7 @@ from megatron_autorecompute.compat import defects, model_layers
 from megatron_autorecompute.meta import kernels
 from megatron_autorecompute.meta.devices import Device
 from megatron_autorecompute.meta.job import Job
+from megatron_autorecompute.meta.job_config import PRECISIONS
 from megatron_autorecompute.meta.model import Shard
 from megatron_autorecompute.meta.static_bytes import (
     Parameters,
@@ -89,7 +90,7 @@ class Counted:
             self._places[job.num_layers + depth] = place(weights, of_depths, kept_bytes)
         self.embedding = static_bytes(job, device, self._embedding)
         # The loss of an MTP depth runs the output layer too, on the stage of the head.
-        head = shared_buffers(job, device, model.output_layer)
+        head = shared_buffers(job, device, model.output_layer) | quantised_output_layer(job)
         self.head = replace(static_bytes(job, device, self._head), shared=head)
         self._buffer_bytes = storage_bytes(buffers)
         if job.transformer_impl != "local":
@@ -216,6 +217,17 @@ def deferred_output_layer(job: Job) -> Deferred | None:
     each = 2 * (tokens * job.padded_vocab_size // tensor + 3 * input_size)
     limit = job.resolved.wgrad_deferral_limit
     return Deferred(each, 1 + job.mtp_num_layers, limit or None)
+
+
+def quantised_output_layer(job: Job) -> dict[str, int]:
+    """What `fp8_output_proj` adds: copies in MXFP8 of the output layer's bf16 weights, in both
+    layouts, that Transformer Engine caches (megatron-core extensions/transformer_engine.py
+    `TELMHeadColumnParallelLinear`, built outside fp8_model_init)."""
+    if not job.resolved.fp8_output_proj or job.precision != "mxfp8":
+        return {}
+    copied = 2 * PRECISIONS["mxfp8"].copy_bytes * job.resolved.hidden_size
+    rows = job.padded_vocab_size // job.size("tensor")
+    return {"quantised copies of the output layer": round(copied * rows)}
 
 
 SAMPLE_BYTES = 8 + 8 + 4 + 8

@@ -57,7 +57,8 @@ LEFT_OUT = {
     **dict.fromkeys(("moe_router_fusion", "tp_comm_overlap", "moe_enable_deepep"), False),
     **dict.fromkeys(("moe_shared_expert_overlap", "overlap_moe_expert_parallel_comm"), False),
     **dict.fromkeys(("delay_wgrad_compute", "ep_overlap_early_attn_memory_release"), False),
-    **dict.fromkeys(("fp8_param", "fp4_param"), False),
+    # Copies of the output layer's weights are counted (`kept_bytes.quantised_output_layer`).
+    **dict.fromkeys(("fp8_param", "fp4_param", "fp8_output_proj"), False),
     # Ranks compare weights while they build the model.
     "test_mode": False,
     # These save what the single operators do (TE pytorch/ops/basic; attention/rope.py).

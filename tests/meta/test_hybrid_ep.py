@@ -71,6 +71,16 @@ def test_every_expert_has_whole_blocks_of_rows():
 
 
 @pytest.mark.any_version
+def test_an_output_layer_in_fp8_has_copies_of_its_weights_in_both_layouts():
+    fields = {"precision": "mxfp8", "num_gpus": 4, "global_batch_size": 16}
+    plain, copied = (
+        profile_job(job({**FIELDS, **more}, **fields), B200, only=()).stages[-1].static.total_bytes
+        for more in ({}, {"fp8_output_proj": True})
+    )
+    assert copied - plain == 2 * 33 * 1024 * HIDDEN // 32  # 1000 words are padded to 1024
+
+
+@pytest.mark.any_version
 def test_fields_that_ask_for_fp8_or_a_kernel_are_read_and_named():
     asked = {"moe_router_padding_for_quantization": True, "fused_single_qkv_rope": True}
     found = profile_job(job({**FIELDS, **asked}, precision="mxfp8", num_gpus=4), B200, only=())

@@ -141,7 +141,6 @@ WIDE = {"ffn_hidden_size": 256, "tensor_model_parallel_size": 2}
         ({"fp4": "e2m1"}, "precision bf16, and fp8, fp4 and fp8_recipe in config say nvfp4"),
         ({**MOE, "moe_layer_freq": [1]}, "lists more or fewer than 8 layers"),
         ({"window_attn_skip_freq": [0]}, "lists more or fewer than 8 layers"),
-        ({"fp8_output_proj": True}, "fp8_output_proj, whose copies of weights are"),
         ({"context_parallel_size": 3}, "seq_length 128 is no multiple of 6, twice context_paral"),
         (
             {"cp_comm_type": "a2a+p2p", "context_parallel_size": 2},
