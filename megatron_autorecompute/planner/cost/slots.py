@@ -94,26 +94,51 @@ class Block:
 
     def table(self, window: Ints, forward: Ints, backward: Ints, ahead: Ints | None = None) -> Ints:
         """The whole table: `[lookback + slot, stage, ...]`."""
-        count, stages = self.shape
-        finish = np.empty((self.lookback + count, stages, *forward.shape[2:]), np.int64)
+        count, candidates = self.shape[0], forward.shape[2:]
+        finish = np.empty((self.lookback + count, self.shape[1], *candidates), np.int64)
         finish[: self.lookback] = window
-        nothing, columns = np.zeros_like(forward), np.arange(stages)
-        duration = np.stack([forward, backward, nothing])[self.direction, columns, self.chunk]
-        early = None
-        if ahead is not None:
-            early = np.stack([nothing, ahead, nothing])[self.direction, columns, self.chunk]
-            duration -= early
-        places = finish.reshape(-1, *forward.shape[2:])
+        places, own = finish.reshape(-1, *candidates), np.empty_like(finish[0])
+        events, times = self._events(forward.shape[1]), _by_event(forward, backward)
+        early = None if ahead is None else _by_event(np.zeros_like(ahead), ahead)
+        times = times if early is None else times - early
         for number in range(count):
-            now = finish[self.lookback + number]
-            now[...] = finish[self.lookback + number - 1]
+            now, before = finish[self.lookback + number], finish[self.lookback + number - 1]
             if early is not None:
-                now += early[number]
+                before = before + early.take(events[number], 0)
+            np.maximum(before, places.take(self.made[number], 0, own, "clip"), out=now)
             if self._waits[number]:
-                np.maximum(now, places[self.taken[number]], out=now)
-            np.maximum(now, places[self.made[number]], out=now)
-            now += duration[number]
+                np.maximum(now, places.take(self.taken[number], 0, own, "clip"), out=now)
+            now += times.take(events[number], 0, own, "clip")
         return finish
+
+    def _events(self, chunks: int) -> Ints:
+        """The number of what stands in each slot: by direction, 2 for nothing, stage and chunk."""
+        stages = self.shape[1]
+        found: Ints = ((self.direction % 3) * stages + np.arange(stages)) * chunks + self.chunk
+        return found
+
+    def sources(self, table: Ints, forward: Ints, backward: Ints, own_first: bool) -> Ints:
+        """The places from which longest paths come to every slot, `[slot, stage, candidate]`.
+
+        Where both the stage's slot before and another stage's are as late as the event's start:
+        the former with `own_first`, else the latter.
+        """
+        ends = table.reshape(-1, table.shape[-1])
+        events = self._events(forward.shape[1])
+        start = table[self.lookback :] - _by_event(forward, backward)[events]
+        found = np.broadcast_to(self.before[..., None], start.shape)
+        for each in (self.taken, self.made):
+            elsewhere = (each % self.shape[1] != np.arange(self.shape[1]))[..., None]
+            found = np.where(elsewhere & (ends[each] == start), each[..., None], found)
+        if own_first:
+            found = np.where(ends[self.before] == start, self.before[..., None], found)
+        return found
+
+
+def _by_event(forward: Ints, backward: Ints) -> Ints:
+    """Times by the numbers of events, `[event, ...]`."""
+    found = np.concatenate([forward, backward, np.zeros_like(forward)])
+    return found.reshape(-1, *forward.shape[2:])
 
 
 block = functools.lru_cache(maxsize=32)(Block)

@@ -140,10 +140,6 @@ def _whole(
     return whole(forward_ms, "forward_ms"), whole(backward_ms, "backward_ms"), ahead
 
 
-_Place = tuple[int, int]
-"""(row of a window, stage)"""
-
-
 def critical_paths(schedule: Schedule, forward: Ints, backward: Ints) -> list[Ints]:
     """How often each event is on a longest path, `[direction, stage, chunk]`, forwards first; times
     `[stage, chunk]`, as of `finished`.
@@ -152,8 +148,9 @@ def critical_paths(schedule: Schedule, forward: Ints, backward: Ints) -> list[In
     with the stage's event before it, and the other with where its input was made, or where what the
     stage sent was received. Two, or one where they are the same.
     """
-    replayed = [(part, part.table) for part in parts(schedule, forward, backward)]
-    one, other = (_Walk(forward, backward, own).whole(replayed) for own in (True, False))
+    times = forward[..., None], backward[..., None]
+    replayed = list(parts(schedule, *times))
+    one, other = (_Walk(replayed, *times, own).whole(0) for own in (True, False))
     return [one] if np.array_equal(one, other) else [one, other]
 
 
@@ -162,30 +159,31 @@ def one_path_each(schedule: Schedule, forward: Ints, backward: Ints) -> list[Int
 
     They are replayed together, which is less work.
     """
-    found, together = [], list(parts(schedule, forward, backward))
-    for i in range(forward.shape[-1]):
-        replayed = [(part, part.table[..., i]) for part in together]
-        found.append(_Walk(forward[..., i], backward[..., i], True).whole(replayed))
-    return found
+    walk = _Walk(list(parts(schedule, forward, backward)), forward, backward, True)
+    return [walk.whole(i) for i in range(forward.shape[-1])]
 
 
 class _Walk:
-    """Goes back through a replay and counts the events it meets."""
+    """Goes back through a replay of candidates and counts the events it meets."""
 
-    def __init__(self, forward: Ints, backward: Ints, own_first: bool) -> None:
-        self.own_first = own_first
-        self.times = (forward.tolist(), backward.tolist())
-        self.counts = np.zeros((2, *forward.shape), np.int64)
+    def __init__(
+        self, replayed: Sequence[Part], forward: Ints, backward: Ints, own_first: bool
+    ) -> None:
+        self.replayed, self.shape = replayed, (2, *forward.shape[:2])
+        self.sources = [
+            part.block.sources(part.table, forward, backward, own_first) for part in replayed
+        ]
 
-    def whole(self, replayed: Sequence[tuple[Part, Ints]]) -> Ints:
-        """The paths from the end of a replay to its beginning; `[direction, stage, chunk]`."""
-        last, finish = replayed[-1]
-        place = last.block.lookback - 1, int(finish[-1].argmax())
-        for part, table in reversed(replayed):
-            place = self.through(part, table, place)
-        return self.counts
+    def whole(self, candidate: int) -> Ints:
+        """The path from the end of a replay to its beginning; `[direction, stage, chunk]`."""
+        last, counts = self.replayed[-1], np.zeros(self.shape, np.int64)
+        finish = last.table[-1, :, candidate]
+        place = (last.block.lookback - 1) * len(finish) + int(finish.argmax())
+        for part, own in zip(reversed(self.replayed), reversed(self.sources), strict=True):
+            place = self._through(part, own[..., candidate].ravel(), place, counts)
+        return counts
 
-    def through(self, part: Part, table: Ints, place: _Place) -> _Place:
+    def _through(self, part: Part, sources: Ints, place: int, counts: Ints) -> int:
         """From a place after a part to one before it.
 
         What a period that repeats starts from grows evenly. A path through it that is a longest one
@@ -193,37 +191,33 @@ class _Walk:
         falls short is a line over the times, nowhere below zero. The time before the first is the
         period that the part repeats.
         """
-        known: dict[_Place, tuple[_Place, Ints]] = {}
-        seen: dict[_Place, tuple[int, Ints]] = {}
+        known: dict[int, tuple[int, Ints]] = {}
+        seen: dict[int, tuple[int, Ints]] = {}
         left = part.times
         while left:
             if place in seen:  # it goes in a circle: so many rounds of it at once
-                before, counts = seen[place]
+                before, met = seen[place]
                 rounds, left = divmod(left, before - left)
-                self.counts += rounds * (self.counts - counts)
+                counts += rounds * (counts - met)
                 seen.clear()
                 continue
-            seen[place] = left, self.counts.copy()
+            seen[place] = left, counts.copy()
             if place not in known:
-                known[place] = self._once(part.block, table, place)
+                known[place] = self._once(part.block, sources, place)
             place, own = known[place]
-            self.counts += own
+            counts += own
             left -= 1
         return place
 
-    def _once(self, block: Block, table: Ints, place: _Place) -> tuple[_Place, Ints]:
-        counts, columns = np.zeros_like(self.counts), block.shape[1]
-        row, stage = place[0] + block.shape[0], place[1]
-        while row >= block.lookback:
-            slot = row - block.lookback, stage
-            direction, chunk = int(block.direction[slot]), int(block.chunk[slot])
-            row -= 1
-            if direction < 0:
-                continue
-            counts[direction, stage, chunk] += 1
-            start = table[row + 1, stage] - self.times[direction][stage][chunk]
-            others = (divmod(int(each[slot]), columns) for each in (block.made, block.taken))
-            met = [other for other in others if other[1] != stage and table[other] == start]
-            if met and not (self.own_first and table[row, stage] == start):
-                row, stage = met[0]
-        return (row, stage), counts
+    def _once(self, block: Block, sources: Ints, place: int) -> tuple[int, Ints]:
+        """The place from which a path comes to one after a block, and its events between."""
+        before, met, counts = block.lookback * self.shape[1], list[int](), np.zeros(self.shape, int)
+        slot = place + sources.size - before
+        while slot >= 0:
+            met.append(slot)
+            slot = sources.item(slot) - before
+        slots = np.array(met, np.int64)
+        slots = slots[block.direction.ravel()[slots] >= 0]
+        event = block.direction.ravel()[slots], slots % self.shape[1], block.chunk.ravel()[slots]
+        np.add.at(counts, event, 1)
+        return slot + before, counts
