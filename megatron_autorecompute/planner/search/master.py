@@ -21,7 +21,7 @@ from megatron_autorecompute.planner.cost.step_time import (
     one_path_each,
 )
 from megatron_autorecompute.planner.search.chunk_plans import SLACK
-from megatron_autorecompute.planner.search.stage_plans import Mixture, Pools, Program, StagePlans
+from megatron_autorecompute.planner.search.stage_plans import Mixture, Program, StagePlans
 from megatron_autorecompute.planner.search.stage_problem import HELD
 
 _GROUPS = 8
@@ -101,17 +101,16 @@ class Master:
 
     def __init__(self, replay: Replay, stages: Sequence[StagePlans]) -> None:
         self.replay, self.stages = replay, stages
-        self.paths: list[Ints] = []
-        self._idle: list[int] = []
-        self.keys = [(s, c) for s, stage in enumerate(stages) for c in stage.chunks]
-        self.pools: list[Pools] = [[{} for _ in stage.chunks] for stage in stages]
-        """Plans in the program, by stage."""
         self.bound = 0.0
         """No step is shorter, in ps."""
         lean = self.times([stage.lean for stage in stages])
         self.center = (1 << 62, lean)
         """The shortest step of fractional times, in ps, and these times."""
         self.last: Mixture | None = None
+        self.program = Program(stages, replay.residual, replay.step(lean))
+        self.chunks = self.program.chunks
+        self._idle: list[int] = []
+        """Rounds since each path had a share."""
         for stage, known in enumerate(stages):
             self.put(stage, known.lean)
         self._begin()
@@ -126,8 +125,8 @@ class Master:
 
     def put(self, stage: int, rows: Sequence[int]) -> None:
         """Let the program mix the plans of a stage's chunks."""
-        for pool, row in zip(self.pools[stage], rows, strict=True):
-            pool[int(row)] = None
+        for c, row in enumerate(rows):
+            self.program.put(stage, c, row)
 
     def _begin(self) -> None:
         """Plans of every chunk from the fastest to the leanest, and paths of the fastest."""
@@ -139,7 +138,7 @@ class Master:
                 time, need = rows[:, :HELD].sum(axis=1), rows[:, HELD:].sum(axis=1)
                 steep = np.ptp(time) / max(1.0, float(np.ptp(need)))
                 for price in (0.0, steep / 4, steep, 4 * steep):
-                    self.pools[s][c][int(fits[(time + price * need).argmin()])] = None
+                    self.program.put(s, c, fits[(time + price * need).argmin()])
                 fastest[s][c] = int(fits[time.argmin()])
         times = self.times(fastest)
         self.center = 1 << 62, times
@@ -150,24 +149,15 @@ class Master:
 
     @property
     def _tries_slow_stages(self) -> bool:
-        return len(self.keys) > len(self.stages) and len(self.stages) <= _FEW_STAGES
+        return len(self.chunks) > len(self.stages) and len(self.stages) <= _FEW_STAGES
 
     def know(self, paths: Sequence[Ints]) -> int:
         """Add paths that are not known; how many."""
-        known = {path.tobytes() for path in self.paths}
-        fresh = list(
-            {path.tobytes(): path for path in paths if path.tobytes() not in known}.values()
-        )
-        self.paths += fresh
-        self._idle += [0] * len(fresh)
-        return len(fresh)
+        fresh = self.program.know(paths)
+        self._idle += [0] * fresh
+        return fresh
 
     # --- prices and bounds ------------------------------------------------------------------------
-
-    def program(self, pools: Sequence[Pools]) -> Program:
-        """The program of some plans, with all known paths."""
-        paths, residual = np.array(self.paths, np.float64), self.replay.residual
-        return Program(self.stages, pools, paths, residual.astype(np.float64))
 
     def _bound(self, weights: Floats, solved: Mixture) -> tuple[float, list[Floats]]:
         """What prices bound every step to, and what figures of plans cost, by stage."""
@@ -179,34 +169,38 @@ class Master:
         parts = zip(self.stages, prices, solved.price, strict=True)
         return total + sum(stage.base(own, price) for stage, own, price in parts), prices
 
-    def left(self, step: float) -> list[Pools]:
-        """The plans with which a step may be shorter than this one, in ps, by stage."""
+    def left(self, step: float, most: int) -> Program | None:
+        """The program of the plans with which a step may be shorter than this one, in ps; None of
+        more than so many."""
         assert self.last is not None
         bound, prices = self._bound(self.best_weights, self.last)
-        found: list[Pools] = []
-        for stage, own in zip(self.stages, prices, strict=True):
-            found.append([])
-            for plans, fits, one in zip(stage.plans, stage.fits, own, strict=True):
-                costs = plans.rows[fits] @ one
+        found = Program(self.stages, self.replay.residual, step)
+        for s, (stage, own) in enumerate(zip(self.stages, prices, strict=True)):
+            for c, (plans, fits) in enumerate(zip(stage.plans, stage.fits, strict=True)):
+                costs = plans.rows[fits] @ own[c]
                 near = fits[costs <= costs.min() + step - bound]
-                found[-1].append(dict.fromkeys(near.tolist()))
-        return found
+                most -= len(near)
+                for row in near if most >= 0 else ():
+                    found.put(s, c, row)
+        found.know(self.program.paths)
+        return found if most >= 0 else None
 
     def relax(self, most: int) -> None:
         """Paths and plans in turn, so often at most."""
         for _ in range(most):
-            solved = self.program(self.pools).mixture()
+            solved = self.program.mixture()
             if solved is None:
                 break
             self._idle = [
                 0 if share > 1e-9 else idle + 1
                 for share, idle in zip(solved.shares, self._idle, strict=True)
             ]
-            weights = np.tensordot(solved.shares, np.array(self.paths, np.float64), 1)
+            paths = np.array(self.program.paths, np.float64)
+            weights = np.tensordot(solved.shares, paths, 1)
             bound, prices = self._bound(weights, solved)
             new = False
             for s, stage in enumerate(self.stages):
-                new |= stage.grow(self.pools[s], stage.fits, prices[s], solved.duals[s])
+                new |= stage.grow(self.program, s, stage.fits, prices[s], solved.duals[s])
             if bound >= self.bound or self.last is None:
                 self.bound, self.last, self.best_weights = max(self.bound, bound), solved, weights
             times = self.replay.times(np.rint(solved.times).astype(np.int64))
@@ -231,7 +225,6 @@ class Master:
         return self.know([path for path in found if length(path, times) > step * (1 + 1e-6)])
 
     def _forget(self) -> None:
-        if len(self.paths) > _PATHS:
-            used = [at for at, idle in enumerate(self._idle) if idle < _IDLE]
-            self.paths = [self.paths[at] for at in used]
-            self._idle = [self._idle[at] for at in used]
+        if len(self._idle) > _PATHS:
+            self.program.forget([at for at, idle in enumerate(self._idle) if idle >= _IDLE])
+            self._idle = [idle for idle in self._idle if idle < _IDLE]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
@@ -55,10 +55,6 @@ class Listed:
     """Whether nothing was left out that is as good as was asked for."""
 
 
-Pools = list[dict[int, None]]
-"""The plans of every chunk of a stage that a program mixes, in the order in which they came."""
-
-
 class StagePlans:
     """What one stage may do under its budget, in bytes. Stages with equal chunks share the plans of
     these; the lean choices fit, and `work` is the stage's share of `WORK`."""
@@ -78,8 +74,6 @@ class StagePlans:
         self.lean: tuple[int, ...] = tuple(own)
         self.fits = self._fitting()
         """The plans of each chunk that may fit beside the leanest ones of the others."""
-        self.pools: Pools = [{row: None} for row in own]
-        """The plans of each chunk in the linear program of this stage alone."""
         self._known: dict[bytes, Listed] = {}
         """What was listed, by weights whose largest is 1."""
 
@@ -105,7 +99,7 @@ class StagePlans:
         """Let the stage use plans of chunks that fit together."""
         for c, row in enumerate(rows):
             self.fits[c] = np.union1d(self.fits[c], [row])
-            self.pools[c][row] = None
+            self._program.put(0, c, row)
 
     def needs(self, rows: Ints) -> Ints:
         """Bytes of whole plans at every moment, `[plan, moment]`."""
@@ -147,21 +141,33 @@ class StagePlans:
             found[c, BACKWARD] = price[runs & ~problem.is_forward].sum()
         return found
 
+    @cached_property
+    def _program(self) -> Program:
+        """The linear program of this stage alone, where the lean plan takes about 1."""
+        lean = self.times(np.array([self.lean]))
+        found = Program([self], np.zeros((2, 1, len(self.chunks)), np.int64), float(lean.sum()))
+        for c, row in enumerate(self.lean):
+            found.put(0, c, row)
+        return found
+
     def _priced(self, weights: Floats) -> Floats:
         """A price of a byte at each moment, from a linear program over plans of chunks."""
-        price, path = np.zeros(len(self.room)), weights[None, :, None]
-        known = self._open()
+        scale = float(weights.max()) or 1.0
+        price, path, known = np.zeros(len(self.room)), weights / scale, self._open()
         for c, rows in enumerate(known):  # the fastest ones first
-            cost = self.plans[c].rows[rows, :HELD] @ weights[:, c]
-            self.pools[c][int(rows[cost.argmin()])] = None
+            cost = self.plans[c].rows[rows, :HELD] @ path[:, c]
+            self._program.put(0, c, int(rows[cost.argmin()]))
+        self._program.forget(range(len(self._program.paths)))
+        self._program.know([path[:, None]])
         for _ in range(_PRICINGS):
-            found = Program([self], [self.pools], path, np.zeros_like(path[0])).mixture()
+            found = self._program.mixture()
             if found is None:
                 break
             price = found.price[0]
-            if not self.grow(self.pools, known, self.prices(weights, price), found.duals[0]):
+            prices = self.prices(path, price)
+            if not self.grow(self._program, 0, known, prices, found.duals[0]):
                 break
-        return price
+        return price * scale
 
     def _open(self) -> list[Ints]:
         """What is mixed: of a single chunk also plans that do not fit, as it has none to fit to."""
@@ -169,18 +175,19 @@ class StagePlans:
             return self.fits
         return [np.arange(len(self.plans[0].rows))]
 
-    def grow(self, pools: Pools, known: Sequence[Ints], prices: Floats, duals: Floats) -> bool:
-        """Whether chunks know cheaper plans than those in their pools, which get in.
+    def grow(
+        self, program: Program, stage: int, known: Sequence[Ints], prices: Floats, duals: Floats
+    ) -> bool:
+        """Whether chunks know cheaper plans than those that a program mixes, which get in.
 
-        Prices are of a plan's figures, `[chunk, column]`; duals are what the mixture of each chunk
-        costs.
+        The stage is the program's number of this one. Prices are of a plan's figures,
+        `[chunk, column]`; duals are what the mixture of each chunk costs.
         """
         more = False
         for c, rows in enumerate(known):
             own = self.plans[c].rows[rows] @ prices[c]
-            best = int(rows[own.argmin()])
-            if own.min() < duals[c] - _TOLERANCE * abs(duals[c]) and best not in pools[c]:
-                pools[c][best], more = None, True
+            if own.min() < duals[c] - _TOLERANCE * abs(duals[c]):
+                more |= program.put(stage, c, int(rows[own.argmin()]))
         return more
 
     def bounds(self, prices: Floats) -> Floats:
@@ -426,95 +433,128 @@ class Mixture:
 class Program:
     """Plans of chunks whose longest path is to be the shortest, within every stage's budget.
 
-    Paths say how often each event is on them, `[path, direction, stage, chunk]`. The residual, in
-    ps, is added to the time of every event.
+    HiGHS goes on from its last answer as plans and paths come and paths go. Its first column is the
+    step, and its rows are chunks, of each of which one plan is mixed, then moments, then paths.
+
+    Args:
+        stages: the stages whose plans are mixed.
+        residual: in ps, added to the time of every event, `[direction, stage, chunk]`.
+        scale: about the length of a step, in ps.
     """
 
-    def __init__(
-        self, stages: Sequence[StagePlans], pools: Sequence[Pools], paths: Floats, residual: Floats
-    ) -> None:
-        from scipy.sparse import csr_array, vstack  # 0.2 s to import
+    def __init__(self, stages: Sequence[StagePlans], residual: Ints, scale: float) -> None:
+        from highspy import Highs  # 0.1 s to import
 
-        self.stages, self.shape = stages, residual.shape
-        self.keys = [(s, c) for s, stage in enumerate(stages) for c in stage.chunks]
-        self.rows = [stages[s].plans[c].rows[list(pools[s][c])] for s, c in self.keys]
-        sizes = list(map(len, self.rows))
-        self.starts = np.concatenate([[0], np.cumsum(sizes)])
-        number, which = int(self.starts[-1]), np.repeat(np.arange(len(sizes)), sizes)
-        parts = zip(self.keys, self.rows, strict=True)
-        lengths = np.hstack([paths[:, :, s, c] @ own[:, :HELD].T for (s, c), own in parts])
-        fixed = (paths * residual).sum(axis=(1, 2, 3))
-        self.scale = max(1.0, float(lengths.max() + fixed.max()))
-        longer = np.hstack([lengths / self.scale, np.full((len(paths), 1), -1.0)])
-        room = np.concatenate([stage.room / stage.budget for stage in stages])
-        self.at_most = vstack([csr_array(longer), self._bytes((len(room), number + 1))]).tocsr()
-        self.room = np.concatenate([-fixed / self.scale, room])
-        ones = np.ones(number), (which, np.arange(number))
-        self.one_each = csr_array(ones, (len(sizes), number + 1))
-        self.costs = np.append(np.zeros(number), 1.0)
-        self.paths = len(paths)
+        self.stages, self.residual, self.scale = stages, residual, max(1.0, scale)
+        self.paths: list[Ints | Floats] = []
+        """How often each event is on them, `[direction, stage, chunk]`."""
+        self.chunks = [(s, c) for s, stage in enumerate(stages) for c in stage.chunks]
+        self._numbers = {chunk: number for number, chunk in enumerate(self.chunks)}
+        self._plans: dict[tuple[int, int], None] = {}
+        """The number of a chunk and that of its plan, in the order of columns."""
+        self._of, self._times = np.zeros(0, np.int64), np.zeros((0, HELD))
+        """Of columns: the number of the chunk, and times `[column, direction]`."""
+        rooms = [stage.room / stage.budget for stage in stages]
+        self._ends = np.cumsum([len(self.chunks), *map(len, rooms)])
+        most = np.concatenate([np.ones(len(self.chunks)), *rooms])
+        least = np.where(np.arange(len(most)) < len(self.chunks), most, -np.inf)
+        nothing = np.zeros(0, np.int32), np.zeros(0)
+        self._highs = Highs()  # type: ignore[no-untyped-call]
+        self._set(output_flag=False, threads=1)
+        self._highs.addCol(1.0, 0.0, np.inf, 0, *nothing)
+        self._highs.addRows(len(most), least, most, 0, np.zeros(len(most), np.int32), *nothing)
 
-    def _bytes(self, shape: tuple[int, int]) -> Any:
-        """Bytes of plans at all stages' moments, as shares of budgets."""
-        from scipy.sparse import coo_array
+    def _set(self, **options: float) -> None:
+        for option, value in options.items():
+            self._highs.setOptionValue(option, value)
 
-        rows, columns, data = [], [], []
-        first = np.cumsum([0, *(len(stage.room) for stage in self.stages)])
-        for (s, c), own, start in zip(self.keys, self.rows, self.starts.tolist(), strict=False):
-            load = self.stages[s].loads(c, own) / self.stages[s].budget
-            plan, moment = np.nonzero(load)
-            rows.append(first[s] + moment)
-            columns.append(start + plan)
-            data.append(load[plan, moment])
-        where = np.concatenate(rows), np.concatenate(columns)
-        return coo_array((np.concatenate(data), where), shape)
+    def put(self, stage: int, chunk: int, row: int) -> bool:
+        """Mix one more plan of a chunk; whether it was not mixed before."""
+        number = len(self._plans)
+        self._plans[self._numbers[stage, chunk], int(row)] = None
+        return len(self._plans) > number
+
+    def know(self, paths: Sequence[Ints | Floats]) -> int:
+        """Add paths that are not known; how many."""
+        self._add_columns()
+        known, number = {path.tobytes() for path in self.paths}, len(self.paths)
+        stage, chunk = np.array(self.chunks)[self._of].T
+        columns = np.arange(len(self._of) + 1, dtype=np.int32)
+        for path in paths:
+            if path.tobytes() not in known:
+                known.add(path.tobytes())
+                self.paths.append(path)
+                lengths = (path[:, stage, chunk].T * self._times).sum(axis=1) / self.scale
+                room = -float((path * self.residual).sum()) / self.scale
+                self._highs.addRow(-np.inf, room, len(columns), columns, np.append(-1.0, lengths))
+        return len(self.paths) - number
+
+    def forget(self, paths: Sequence[int]) -> None:
+        """Drop paths, by their numbers."""
+        rows = np.array([self._ends[-1] + path for path in paths], np.int32)
+        self._highs.deleteRows(len(rows), rows)
+        self.paths = [path for number, path in enumerate(self.paths) if number not in paths]
+
+    def _add_columns(self) -> None:
+        new = list(self._plans)[len(self._of) :]
+        paths = np.array(self.paths, np.float64).reshape(-1, *self.residual.shape) / self.scale
+        found = [self._times]
+        for number, row in new:
+            s, c = self.chunks[number]
+            plan, own = self.stages[s].plans[c].rows[[row]], self.stages[s]
+            load, times = own.loads(c, plan)[0] / own.budget, plan[:, :HELD].astype(np.float64)
+            values = np.concatenate([[1.0], load, paths[:, :, s, c] @ times[0]])
+            parts = (number, 1), (self._ends[s], len(load)), (self._ends[-1], len(paths))
+            rows = np.concatenate(
+                [first + np.arange(size, dtype=np.int32) for first, size in parts]
+            )
+            there = np.flatnonzero(values)
+            self._highs.addCol(0.0, 0.0, np.inf, len(there), rows[there], values[there])
+            found.append(times)
+        self._of = np.array([number for number, _ in self._plans], np.int64)
+        self._times = np.concatenate(found)
+
+    def _solve(self) -> Floats | None:
+        """Every plan's share; None where the solver gives none."""
+        from highspy import HighsModelStatus
+
+        self._add_columns()
+        self._highs.run()
+        if self._highs.getModelStatus() != HighsModelStatus.kOptimal:
+            return None
+        return np.array(self._highs.getSolution().col_value)[1:]
 
     def mixture(self) -> Mixture | None:
         """The best mixture; None where the solver gives none."""
-        from scipy.optimize import linprog
-
-        found = linprog(
-            self.costs,
-            A_ub=self.at_most,
-            b_ub=self.room,
-            A_eq=self.one_each,
-            b_eq=np.ones(len(self.keys)),
-            method="highs",
-        )
-        if found.x is None:
+        mixed = self._solve()
+        if mixed is None:
             return None
-        duals, scale = np.maximum(-found.ineqlin.marginals, 0), self.scale
-        shares = duals[: self.paths]
-        shares = shares / shares.sum() if shares.any() else np.eye(1, self.paths)[0]
-        ends = np.cumsum([len(stage.room) for stage in self.stages])[:-1]
-        price = [
-            own * scale / stage.budget
-            for own, stage in zip(np.split(duals[self.paths :], ends), self.stages, strict=True)
-        ]
+        found, scale = np.array(self._highs.getSolution().row_dual), self.scale
+        of_chunks, duals = found[: len(self.chunks)], np.maximum(-found, 0)
+        shares = duals[self._ends[-1] :]
+        shares = shares / shares.sum() if shares.any() else np.eye(1, len(shares))[0]
+        moments = zip(self.stages, self._ends, self._ends[1:], strict=False)
+        price = [duals[first:end] * scale / stage.budget for stage, first, end in moments]
         ends = np.cumsum([len(stage.plans) for stage in self.stages])[:-1]
-        of_chunks = np.split(found.eqlin.marginals * scale, ends)
-        times = np.zeros(self.shape)
-        mixed = np.split(found.x[:-1], self.starts[1:-1])
-        for (s, c), share, own in zip(self.keys, mixed, self.rows, strict=True):
-            times[:, s, c] = share @ own[:, :HELD]
-        return Mixture(float(found.x[-1]) * scale, shares, price, of_chunks, times)
+        times = np.zeros((len(self.chunks), HELD))
+        np.add.at(times, self._of, mixed[:, None] * self._times)
+        step = self._highs.getInfo().objective_function_value * scale
+        own = np.split(of_chunks * scale, ends)
+        return Mixture(step, shares, price, own, times.T.reshape(self.residual.shape))
 
-    def whole(self, nodes: int) -> tuple[float, list[int]] | None:
-        """A bound in ps on what one plan for each chunk takes, and the number of the best one in
-        every chunk's pool; None if the solver needs more than so many nodes."""
-        from scipy.optimize import Bounds, LinearConstraint, milp
-
-        found = milp(
-            self.costs,
-            constraints=[
-                LinearConstraint(self.at_most, -np.inf, self.room),
-                LinearConstraint(self.one_each, 1, 1),
-            ],
-            integrality=np.append(np.ones(len(self.costs) - 1), 0),
-            bounds=Bounds(0, np.append(np.ones(len(self.costs) - 1), np.inf)),
-            options={"mip_rel_gap": 1e-9, "node_limit": nodes},
-        )
-        if found.x is None or found.status:
+    def whole(self, nodes: int) -> tuple[float, list[list[int]]] | None:
+        """A bound in ps on what one plan for each chunk takes, and the best ones, `[stage][chunk]`;
+        None if the solver needs more than so many nodes. From then on plans are not mixed."""
+        self._add_columns()
+        columns = np.arange(1, len(self._of) + 1, dtype=np.int32)
+        self._highs.changeColsIntegrality(len(columns), columns, np.ones(len(columns), np.uint8))
+        self._set(mip_rel_gap=1e-9, mip_abs_gap=0.0, mip_max_nodes=nodes)
+        shares = self._solve()
+        if shares is None:
             return None
-        picks = np.split(found.x[:-1], self.starts[1:-1])
-        return found.mip_dual_bound * self.scale, [int(own.argmax()) for own in picks]
+        pairs = zip(self._plans, shares.tolist(), strict=True)
+        picked = dict(plan for plan, share in pairs if share > 0.5)
+        rows = [
+            [picked[self._numbers[s, c]] for c in own.chunks] for s, own in enumerate(self.stages)
+        ]
+        return self._highs.getInfo().mip_dual_bound * self.scale, rows

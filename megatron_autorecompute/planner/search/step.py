@@ -84,7 +84,7 @@ class StepSearch:
         self.options: list[dict[tuple[int, ...], None]] = [{} for _ in stages]
         """Plans of every stage that truly fit."""
         self.master = Master(replay, self.stages)
-        self.several = len(self.master.keys) > len(stages)
+        self.several = len(self.master.chunks) > len(stages)
         self.best: tuple[int, Chosen] = (1 << 62, [])
 
     # --- plans of stages --------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class StepSearch:
 
     def go_on(self) -> bool:
         """Search for a shorter step, and raise the bound; whether the best is proven."""
-        small = len(self.master.keys) <= _SMALL
+        small = len(self.master.chunks) <= _SMALL
         self.master.relax(_RELAXATIONS if small else _RELAXATIONS // 2)
         events = _EVENTS
         for number in range(_ROUNDS if small else 1):
@@ -188,7 +188,7 @@ class StepSearch:
         """
         if self.master.bound > self.best_ps - 1:
             return True
-        if self.several and len(self.master.keys) > CHUNKS:
+        if self.several and len(self.master.chunks) > CHUNKS:
             return False
         for path in self.replay.paths(self.master.times(self.best[1])):
             self._bound(self._listed(path))
@@ -209,18 +209,16 @@ class StepSearch:
         tables = [plans.table for stage in self.stages for plans in stage.plans]
         if len(tables) > CHUNKS or not all(table.complete for table in tables):
             return
-        left = self.master.left(self.best_ps)
-        pools = [list(pool) for stage in left for pool in stage]
-        if sum(map(len, pools)) > _LEFT:
+        program = self.master.left(self.best_ps, _LEFT)
+        if program is None:
             return
         for _ in range(_PROGRAMS):
-            found = self.master.program(left).whole(_NODES)
+            found = program.whole(_NODES)
             if found is None:
                 return
-            bound, picks = found
+            bound, rows = found
             self._bound(bound * (1 - _TOLERANCE))
-            rows = iter([pool[at] for pool, at in zip(pools, picks, strict=True)])
-            tried = [np.array([[next(rows) for _ in own]]) for own in left]
+            tried = [np.array([own]) for own in rows]
             fitting = [self.put(s, own[self.stages[s].fit(own)]) for s, own in enumerate(tried)]
             if not all(fitting):
                 return
@@ -231,7 +229,7 @@ class StepSearch:
             if self.best_ps <= bound * (1 + 1e-8) + 2:
                 self._bound(float(self.best_ps))
                 return
-            if not self.master.know(self.replay.paths(times)):
+            if not program.know(self.replay.paths(times)):
                 return
 
     def answer(self) -> tuple[list[Split], float, bool]:
