@@ -154,13 +154,16 @@ def critical_paths(schedule: Schedule, forward: Ints, backward: Ints) -> list[In
     return [one] if np.array_equal(one, other) else [one, other]
 
 
-def one_path_each(schedule: Schedule, forward: Ints, backward: Ints) -> list[Ints]:
-    """A longest path for each of some times, `[stage, chunk, candidate]`; as in `critical_paths`.
+def one_path_each(schedule: Schedule, forward: Ints, backward: Ints) -> tuple[Ints, list[Ints]]:
+    """The steps with some times, `[stage, chunk, candidate]`, and a longest path of each; as of
+    `finished` and `critical_paths`.
 
     They are replayed together, which is less work.
     """
-    walk = _Walk(list(parts(schedule, forward, backward)), forward, backward, True)
-    return [walk.whole(i) for i in range(forward.shape[-1])]
+    replayed = list(parts(schedule, forward, backward))
+    walk = _Walk(replayed, forward, backward, True)
+    steps: Ints = replayed[-1].after[-1].max(axis=0)
+    return steps, [walk.whole(i) for i in range(forward.shape[-1])]
 
 
 class _Walk:

@@ -34,7 +34,7 @@ from megatron_autorecompute.policy import RecomputePolicy
 
 Chosen = list[tuple[int, ...]]
 """The plans of every stage's chunks."""
-_RELAXATIONS = 14
+_RELAXATIONS = 28
 """With twice as many gaps of interleaved rows of `benchmarks/solve_speed.py` are a twelfth smaller,
 for a tenth more time."""
 _AGAIN = 4
