@@ -28,7 +28,7 @@ from tests.planner.definitions import brute_force
 from tests.planner.random_profiles import another, drawn, scale
 
 SEEDS = st.integers(0, 10**6)
-INSTANCES = 1000  # of 1.8 stages on average
+INSTANCES = 600  # of 1.8 stages on average
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_the_optimum_is_that_of_brute_force_in_time_then_peak_then_mostly_runs(p
                 assert choice.gap == 0
                 more_runs += sum(map(runs, choice.policies)) > expected[2]
                 feasible += 1
-    assert compared > 400
+    assert compared > 240
     assert compared / 4 < feasible < compared
     assert more_runs < feasible / 50
 
