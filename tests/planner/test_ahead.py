@@ -77,7 +77,7 @@ def test_no_choices_make_a_shorter_step_than_the_bound_and_none_is_slower_with_m
 @pytest.mark.long
 def test_a_larger_budget_makes_no_slower_plan():
     begun, count = 0, 0
-    for problem in [problem_of(1 << 40), *itertools.islice(small_problems(), 4)]:
+    for problem in [problem_of(1 << 40), *itertools.islice(small_problems(), 3)]:
         stages = problem.at(1 << 40).stages
         low = max(choice.peak_bytes for choice in stages.leanest)
         high = max(low + 1, *(choice.peak_bytes for choice in stages.fastest))
@@ -88,8 +88,8 @@ def test_a_larger_budget_makes_no_slower_plan():
             begun += found.policy.is_ahead
         assert steps == sorted(steps, reverse=True)
         count += 1
-    assert count == 5
-    assert begun > 7, begun
+    assert count == 4
+    assert begun > 6, begun
 
 
 @pytest.mark.long
@@ -123,7 +123,7 @@ def test_only_what_shortens_the_step_begins_early():
     everything = RecomputePolicy.parse("full+ahead", num_layers=LAYERS)
     assert problem_of(1 << 30).cost(everything).ahead_ms == 3 * 20.0  # (p - 1) R
     leanest = max(choice.peak_bytes for choice in problem_of(1 << 40).stages.leanest)
-    for more in (0, 100, 200, 400):
+    for more in (0, 100, 400):
         problem = problem_of(leanest + more)
         policy = solve(problem).policy
         assert policy.is_ahead

@@ -146,7 +146,7 @@ def test_where_no_plan_within_a_limit_begins_a_unit_nothing_is_kept():
     assert [walk.policies(row)[0].group for row in range(len(walk.rows))] == [4]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(SEEDS, st.integers(1, 40))
 def test_more_budget_is_never_slower(seed, more):
     profile, layout, schedule, budget = drawn(seed)
@@ -158,7 +158,7 @@ def test_more_budget_is_never_slower(seed, more):
             assert richer.time_ps <= less.time_ps
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(SEEDS, st.randoms(use_true_random=False))
 def test_adding_a_choice_is_never_slower(seed, rng):
     profile, layout, schedule, budget = drawn(seed)

@@ -61,16 +61,16 @@ def excess(problem, budgets, *, proven=False):
 @pytest.mark.long
 @pytest.mark.parametrize("make", [random_step, realistic_step])
 def test_with_one_chunk_a_stage_the_step_is_the_shortest_and_proven(make):
-    for seed in range(70):
+    for seed in range(50):
         assert excess(*make(seed, ONE_CHUNK), proven=True) == 0, seed
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [random_step, realistic_step])
 def test_with_several_chunks_a_stage_the_step_is_the_shortest_or_little_longer(make):
-    shares = [excess(*make(seed, SEVERAL_CHUNKS)) for seed in range(50)]
+    shares = [excess(*make(seed, SEVERAL_CHUNKS)) for seed in range(40)]
     known = sorted(share for share in shares if share is not None)
-    assert len(known) > 45
+    assert len(known) > 36
     assert median(known) == 0
     assert known[math.ceil(0.99 * len(known)) - 1] <= 0.01
 
@@ -79,7 +79,7 @@ def test_with_several_chunks_a_stage_the_step_is_the_shortest_or_little_longer(m
 def test_where_forwards_are_all_the_same_the_least_busy_stages_make_the_shortest_step():
     """Recompute is in backwards alone; then no schedule is needed to know the best choices."""
     seen = 0
-    for seed in range(90):
+    for seed in range(60):
         problem, budgets = random_step(seed, ONE_CHUNK)
         stages = enumerate(budgets)
         if any(len(stage_times(problem, stage, budget)) > 1 for stage, budget in stages):
@@ -90,7 +90,7 @@ def test_where_forwards_are_all_the_same_the_least_busy_stages_make_the_shortest
         busy = put_together(problem.layout, [choice.policies for choice in choices])
         assert solve(problem.at(budgets)).cost.step_ms == problem.cost(busy).step_ms
         seen += 1
-    assert seen > 15
+    assert seen > 10
 
 
 def uneven_chunks():
@@ -134,7 +134,7 @@ def test_a_step_of_a_million_microbatches_has_a_bound(layout):
 
 
 def test_more_budget_is_never_a_slower_plan():
-    for seed in range(8):
+    for seed in range(6):
         problem, _ = random_step(seed, SEVERAL_CHUNKS, 2)
         low, high = (
             max(choice.peak_bytes for choice in own)
@@ -147,7 +147,7 @@ def test_more_budget_is_never_a_slower_plan():
 
 def test_a_longer_menu_is_never_a_slower_plan():
     shorter = 0
-    for seed in range(40):
+    for seed in range(30):
         problem, budgets = random_step(seed, (*ONE_CHUNK, *SEVERAL_CHUNKS))
         kinds = [replace(k, choices=k.choices[::2]) for k in problem.profile.kinds]
         few = replace(problem, profile=replace(problem.profile, kinds=tuple(kinds)))
@@ -156,7 +156,7 @@ def test_a_longer_menu_is_never_a_slower_plan():
             more = solve(problem.at(budgets))
             assert more.cost.step_ms <= less.cost.step_ms, seed
             shorter += more.cost.step_ms < less.cost.step_ms
-    assert shorter > 3
+    assert shorter > 2
 
 
 def test_a_plan_is_the_same_whatever_was_asked_before():
