@@ -652,7 +652,7 @@ def test_what_trains_in_one_process_fills_its_page(results, monkeypatch):
     trainings = {2: parts.curve, 3: parts.fidelity, 5: parts.overhead}
     for number, train in trainings.items():
         section = results.section(number, contest.case.name)
-        train(contest, Ledger(results, section, 600), 2)
+        train(contest, Ledger(results, section, 600), 1)
         section.complete = True
     assert [
         sum(item.startswith(f"{what}/") for item in results.sections[name].items)
