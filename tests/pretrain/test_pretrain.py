@@ -85,8 +85,8 @@ SAVED = "--save {folder} --ckpt-format torch --save-interval 1000 "
 SEPARATE = {
     # MoE routing differs from microbatch to microbatch, and from rank to rank.
     "moe": (
-        "--train-iters 20 --num-layers 2 --global-batch-size 8 --num-experts 4 --expert-model-parallel-size 2 "
-        "--moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+        "--train-iters 20 --num-layers 2 --global-batch-size 8 --num-experts 4 "
+        "--expert-model-parallel-size 2 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
         "--moe-router-load-balancing-type none ",
         2,
         0.02,
