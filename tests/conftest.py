@@ -18,7 +18,7 @@ MEMORY_BYTES = 14 << 30
 
 # An example takes as long as the machine is busy; pytest-timeout catches what hangs.
 settings.register_profile(
-    "no_deadline", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "no_deadline", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("no_deadline")
 

@@ -646,18 +646,18 @@ def test_a_dry_run_of_a_part_is_complete(tmp_path):
 
 @pytest.mark.usefixtures("one_rank")
 def test_what_trains_in_one_process_fills_its_page(results, monkeypatch):
-    monkeypatch.setattr(parts, "BUDGETS", 3)
-    monkeypatch.setattr(parts, "POLICIES", 4)
+    monkeypatch.setattr(parts, "BUDGETS", 2)
+    monkeypatch.setattr(parts, "POLICIES", 3)
     contest = Contest(cases.DENSE.sized(tiny=True))
     trainings = {2: parts.curve, 3: parts.fidelity, 5: parts.overhead}
     for number, train in trainings.items():
         section = results.section(number, contest.case.name)
-        train(contest, Ledger(results, section, 600), 2)
+        train(contest, Ledger(results, section, 600), 1)
         section.complete = True
     assert [
         sum(item.startswith(f"{what}/") for item in results.sections[name].items)
         for name, what in zip(results.sections, ("budget", "policy", "strategy"), strict=True)
-    ] == [3, 4, 5]
+    ] == [2, 3, 5]
     assert page.NOT_YET not in page.render(results, contest.case.name)
 
 

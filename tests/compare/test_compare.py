@@ -67,6 +67,7 @@ def without_ahead(comparison):
     return [row for row in comparison.rows() if row.name != "ours, recompute ahead"]
 
 
+@pytest.mark.newest_version
 def test_every_row_of_the_table_is_there_and_timed(finished):
     folder, printed = finished
     comparison = Comparison.load(folder / "comparison.json")
@@ -77,6 +78,7 @@ def test_every_row_of_the_table_is_there_and_timed(finished):
     assert all(row.name in printed for row in comparison.rows())
 
 
+@pytest.mark.newest_version
 def test_none_exceeds_the_budget_and_full_wastes_it(finished):
     comparison = Comparison.load(finished[0] / "comparison.json")
     none, _, full, skips, manual, ours = without_ahead(comparison)
@@ -87,12 +89,14 @@ def test_none_exceeds_the_budget_and_full_wastes_it(finished):
     assert not comparison.exceeds(ours)
 
 
+@pytest.mark.newest_version
 def test_our_peak_is_what_the_plan_said(finished):
     ours = without_ahead(Comparison.load(finished[0] / "comparison.json"))[-1]
     for measured, predicted in zip(ours.peak_bytes, ours.predicted_peak_bytes, strict=True):
         assert predicted == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.newest_version
 def test_every_setting_of_megatrons_was_tried_or_has_a_reason(finished):
     folder, printed = finished
     comparison = Comparison.load(folder / "comparison.json")
@@ -116,6 +120,7 @@ def test_every_setting_of_megatrons_was_tried_or_has_a_reason(finished):
     assert all(not comparison.exceeds(row) for row in fitting)
 
 
+@pytest.mark.newest_version
 def test_the_files_around_the_record_are_written(finished):
     folder, _ = finished
     assert (folder / "comparison.png").read_bytes()[:4] == b"\x89PNG"
@@ -126,12 +131,14 @@ def test_the_files_around_the_record_are_written(finished):
     assert plan.policy.format() == ours.policy
 
 
+@pytest.mark.newest_version
 def test_the_report_of_our_plan_is_written_and_named(finished):
     folder, printed = finished
     assert f"{folder}/plan.html" in "".join(printed.split("\n"))
     assert Plan.load(folder / "plan.json").policy.format() in (folder / "plan.html").read_text()
 
 
+@pytest.mark.newest_version
 def test_the_plan_is_what_megatrons_schedule_does(finished, capsys):
     code = program(["verify", str(finished[0] / "plan.json")])
     assert (code, capsys.readouterr().err.strip()) == (0, "")
@@ -418,6 +425,7 @@ def test_interrupting_keeps_what_was_finished(running, tmp_path):
     assert (tmp_path / "comparison.png").exists()
 
 
+@pytest.mark.newest_version
 def test_no_figure_is_cut_off_beside_a_long_name(finished):
     whole = Comparison.load(finished[0] / "comparison.json")
     none, *rest = whole.strategies
@@ -432,6 +440,7 @@ def ranks_that_say(messages):
     return patched(run, "from_ranks", lambda settings: said)
 
 
+@pytest.mark.newest_version
 @pytest.mark.parametrize("measured", [0, 1])
 def test_a_folder_never_holds_files_of_two_comparisons(finished, measured, tmp_path, capsys):
     earlier = {file.name: file.read_bytes() for file in finished[0].iterdir()}
@@ -455,6 +464,7 @@ def test_a_folder_never_holds_files_of_two_comparisons(finished, measured, tmp_p
         assert "is as it was" in capsys.readouterr().err
 
 
+@pytest.mark.newest_version
 def test_a_picture_that_cannot_be_written_leaves_the_table_on_the_screen(
     finished, tmp_path, capsys
 ):
@@ -490,6 +500,7 @@ def ends(rank, said, dead):
     said.send(MachineError(f"Rank {rank} failed: Connection closed by peer"))
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("dead", [(), (1,), (1, 2)])
 def test_the_death_of_a_rank_is_said_and_not_what_it_did_to_others(dead):
     context = multiprocessing.get_context("fork")

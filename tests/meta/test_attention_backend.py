@@ -32,6 +32,7 @@ def test_transformer_engine_takes_what_it_prefers_among_what_can_run(gpu, config
     assert with_backend(job(config, **fields), gpu).config.get("attention_backend") == taken
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(("samples", "more"), [(1, 0), (2, 2 * 2 * UNIT)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_flash_attn_saves_an_output_that_is_copied_if_there_are_several_samples(

@@ -31,6 +31,7 @@ def config_of(comm_type, ranks=RANKS):
     return fields | (sizes if comm_type == "a2a+p2p" else {})
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("comm_type", "more"),
     [("p2p", 0), (None, 0), ("a2a+p2p", 0), ("a2a", Q)],

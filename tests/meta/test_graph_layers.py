@@ -53,6 +53,7 @@ def expected(without, choice, captured):
     return without.get(str(same)) or without[str(replace(same, rerun_all=False))]
 
 
+@pytest.mark.any_version
 def test_whole_layers_hold_what_they_hold_without_graphs(eager):
     # With `local` a layer's output is the next one's input, in the pool as in any memory.
     without, pooled = records(eager), records(profile_job(graphs("local"), H100))
@@ -68,6 +69,7 @@ def test_whole_layers_hold_what_they_hold_without_graphs(eager):
         assert 0 <= more <= HIDDEN_BYTES
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("modules", "more"),
     [(["attn"], MASK_BYTES), (["mlp"], HIDDEN_BYTES), (["attn", "mlp"], HIDDEN_BYTES + MASK_BYTES)],
@@ -94,6 +96,7 @@ def modules_ms(asked):
     return record.forward_ms, record.backward_ms
 
 
+@pytest.mark.any_version
 def test_the_host_starts_a_graph_as_one_module_and_what_is_beside_it_one_by_one():
     eager = modules_ms(job())
     whole = modules_ms(graphs("local"))
@@ -106,6 +109,7 @@ def test_the_host_starts_a_graph_as_one_module_and_what_is_beside_it_one_by_one(
         assert sum(one) == pytest.approx(without + 2, abs=0.2)
 
 
+@pytest.mark.any_version
 def test_in_a_graph_of_the_iteration_the_host_takes_no_time():
     asked = graphs("full_iteration")
     slow, free = profile_job(asked, H100, SLOW_HOST), profile_job(asked, H100, Efficiency())
@@ -120,6 +124,7 @@ def times(profile):
     return [ms for record in found for ms in (record.forward_ms, record.backward_ms)]
 
 
+@pytest.mark.any_version
 def test_experts_beside_the_graphs_of_their_router_hold_what_they_did():
     eager = profile_job(job(MOE), H100, only=["moe"])
     asked = graphs("transformer_engine", "attn", "moe_router", "moe_preprocess", **MOE)
@@ -133,6 +138,7 @@ def test_experts_beside_the_graphs_of_their_router_hold_what_they_did():
     assert -0.02 * without.held_bytes < more < 2 * HIDDEN_BYTES
 
 
+@pytest.mark.any_version
 def test_the_experts_checkpoint_is_beside_the_graphs_and_drops_what_it_drops_elsewhere():
     parts = "attn", "moe_router", "moe_preprocess"
     for asked in (job(MOE), graphs("transformer_engine", *parts, **MOE)):

@@ -39,7 +39,7 @@ def test_one_interrupt_of_the_terminal_ends_all_processes(said):
 
 @pytest.mark.parametrize(
     ("said", "by"),
-    [("ready", signal.SIGHUP), ("running", signal.SIGTERM), ("running", signal.SIGKILL)],
+    [("ready", signal.SIGHUP), ("running", signal.SIGKILL)],
 )
 def test_what_ends_the_first_process_ends_all_of_them(said, by):
     with started(said) as ran:

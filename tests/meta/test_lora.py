@@ -44,6 +44,7 @@ def frozen_held_bytes():
     return dense_held_bytes() - 2 * 2 * UNIT - 2 * SEQUENCE * FFN
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("target", "input_bytes"),
     [

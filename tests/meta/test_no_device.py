@@ -324,6 +324,7 @@ def test_a_plan_of_a_dense_job_is_what_megatrons_schedule_does_with_the_stand_in
     assert all(check["fits"] and check["megatron_bytes"] > 0 for check in checks)
 
 
+@pytest.mark.any_version
 def test_a_plan_of_a_moe_job_is_what_megatrons_schedule_does_with_the_stand_ins(
     moe_job, moe_profile
 ):
@@ -454,6 +455,7 @@ def test_multi_token_prediction_is_what_megatrons_schedule_does(
             assert abs(check.error) <= TOLERANCE
 
 
+@pytest.mark.any_version
 def test_parameters_of_every_stage_are_megatrons():
     config = {**LOCAL, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}
     asked = job(config, transformer_impl="local")

@@ -50,6 +50,7 @@ def test_what_leaves_is_what_the_layer_holds_less(profile):
         assert record.forward_ms == pytest.approx(plain.forward_ms)
 
 
+@pytest.mark.any_version
 @pytest.mark.filterwarnings("ignore:apply_rope_fusion for multi-latent attention")
 def test_what_offload_leaves_behind_is_not_counted_as_static_bytes():
     fields = {
@@ -138,6 +139,7 @@ def test_a_setting_for_all_layers_is_known_on_layers_that_lack_its_modules(profi
         assert all(table.record(layer, asked) is not None for layer in range(4))
 
 
+@pytest.mark.any_version
 def test_a_file_has_the_records_that_were_asked_for(tmp_path, capsys):
     yaml, written = tmp_path / "job.yaml", tmp_path / "profile.json"
     yaml.write_text(

@@ -63,16 +63,19 @@ def test_pipeline_layouts_give_the_bits_of_one_rank(one_rank, sizes):
     assert together(steps("dense", sizes, NO_DROPOUT)[0]).same_bits(one_rank)
 
 
+@pytest.mark.any_version
 def test_tensor_parallel_losses_differ_by_rounding_alone(one_rank):
     for ranks in steps("dense", TP2, NO_DROPOUT, {**NO_DROPOUT, **SP}):
         assert ranks[0].losses == pytest.approx(one_rank.losses, rel=1e-6)
 
 
+@pytest.mark.any_version
 def test_expert_parallel_losses_differ_by_rounding_alone():
     one, two = (steps("moe", sizes, NO_DROPOUT)[0][0] for sizes in ({}, EP2))
     assert two.losses == pytest.approx(one.losses, rel=1e-6)
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("kind", "sizes", "fields", "recompute"),
     [
@@ -304,4 +307,4 @@ def test_failure_of_one_rank_ends_all_with_its_traceback():
 @pytest.mark.any_version
 def test_ranks_that_never_finish_are_an_error_not_a_hang():
     with pytest.raises(RankError, match=r"ranks \[0\] did not finish"):
-        run_ranks(time.sleep, 1, 60, timeout_s=5)
+        run_ranks(time.sleep, 1, 60, timeout_s=1)

@@ -77,21 +77,22 @@ def test_no_choices_make_a_shorter_step_than_the_bound_and_none_is_slower_with_m
 @pytest.mark.long
 def test_a_larger_budget_makes_no_slower_plan():
     begun, count = 0, 0
-    for problem in [problem_of(1 << 40), *itertools.islice(small_problems(), 6)]:
+    for problem in [problem_of(1 << 40), *itertools.islice(small_problems(), 3)]:
         stages = problem.at(1 << 40).stages
         low = max(choice.peak_bytes for choice in stages.leanest)
         high = max(low + 1, *(choice.peak_bytes for choice in stages.fastest))
         steps = []
-        for number in range(16):
-            found = solve(problem.at(low + (high - low) * number // 15))
+        for number in range(12):
+            found = solve(problem.at(low + (high - low) * number // 11))
             steps.append(found.cost.step_ms)
             begun += found.policy.is_ahead
         assert steps == sorted(steps, reverse=True)
         count += 1
-    assert count == 7
-    assert begun > 10, begun
+    assert count == 4
+    assert begun > 6, begun
 
 
+@pytest.mark.long
 def test_nor_does_it_where_stages_and_choices_are_many():
     some = ChoiceRecord("selective[mlp]", 45, 10, 60, 10.0, 24.0)
     profile = uniform_profile(32, NONE, some, FULL, boundary_bytes=4)
@@ -122,7 +123,7 @@ def test_only_what_shortens_the_step_begins_early():
     everything = RecomputePolicy.parse("full+ahead", num_layers=LAYERS)
     assert problem_of(1 << 30).cost(everything).ahead_ms == 3 * 20.0  # (p - 1) R
     leanest = max(choice.peak_bytes for choice in problem_of(1 << 40).stages.leanest)
-    for more in (0, 100, 200, 400):
+    for more in (0, 100, 400):
         problem = problem_of(leanest + more)
         policy = solve(problem).policy
         assert policy.is_ahead

@@ -26,7 +26,7 @@ def length(path, forward, backward):
     return int((path[0] * forward + path[1] * backward).sum())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     schedules(),
     st.integers(0, 60),

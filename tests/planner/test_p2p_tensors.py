@@ -14,7 +14,7 @@ from tests.planner.moments import in_flight
 from tests.planner.random_schedules import schedules
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     st.integers(1, 5),
     st.integers(1, 4),
@@ -42,7 +42,7 @@ def test_leaving_out_implied_moments_never_lowers_the_peak(p, v, groups, sizes):
         ) == max(total(e.direction, e.chunk, waiting, extra) for e, waiting, extra in rows)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     schedules(),
     st.integers(0, 12),
@@ -73,7 +73,7 @@ def test_the_fullest_moment_with_deferred_gradients_is_that_of_all_events(
     assert all(0 <= p.extra - m.extra <= p.extra for p, m in zip(plain, every, strict=True))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(schedules(), st.integers(0, 12), st.booleans(), st.booleans())
 def test_many_microbatches_have_the_loads_of_a_plain_count_of_all_events(
     schedule, groups, overlap_p2p, deallocated
@@ -108,7 +108,7 @@ def test_the_number_of_microbatches_adds_no_work_to_the_loads():
         assert plain[0] == plain[1]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.integers(2, 4), st.integers(2, 4), st.integers(1, 3))
 def test_a_chunk_is_idle_from_its_last_backward_to_its_next_forward(p, v, groups):
     schedule = Schedule(p, v, p * groups, overlap_moe_expert_parallel_comm=True)

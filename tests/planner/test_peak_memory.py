@@ -21,7 +21,7 @@ from tests.planner.random_profiles import drawn
 from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6))
 def test_the_timeline_reaches_the_peak_and_never_exceeds_it(seed):
     profile, layout, schedule, _ = drawn(seed)

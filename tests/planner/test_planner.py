@@ -54,7 +54,7 @@ def test_adding_a_stage_in_front_leaves_the_last_stages_choices_alone():
     assert two.policy.layers[4:] == three.policy.layers[8:]
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(SEEDS)
 def test_never_slower_than_any_manual_strategy_that_fits(seed):
     profile, layout, schedule, budget = drawn(seed)
@@ -96,7 +96,7 @@ def test_the_best_manual_strategy_is_the_fastest_that_fits():
     assert best_manual(problem.at(1)) is None
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(SEEDS)
 def test_the_best_manual_strategy_is_found_without_looking_at_all_of_them(seed):
     profile, layout, schedule, budget = drawn(seed)
@@ -393,7 +393,7 @@ def test_a_group_of_megatrons_choices_is_megatrons_and_costs_what_it_does():
     assert solve(every.at(need)).policy.format() == "full/3*3,full/2*2,full*2,none*1"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(SEEDS)
 def test_no_setting_of_megatrons_that_fits_has_a_faster_step(seed):
     profile, layout, schedule, budget = drawn(seed)

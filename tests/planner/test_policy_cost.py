@@ -17,7 +17,7 @@ from tests.planner.random_profiles import drawn
 from tests.planner.uniform_profiles import FULL, NONE, peak_of, uniform_profile
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
 def test_peaks_equal_an_event_by_event_simulation(seed, rng):
     profile, layout, schedule, _ = drawn(seed)

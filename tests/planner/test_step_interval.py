@@ -72,7 +72,7 @@ def test_where_noise_hides_recompute_no_layer_does_more_than_memory_asks_for(see
 
 def test_intervals_of_steps_in_which_recompute_begins_early_cover_as_much():
     covered, count, saved = 0, 0, 0
-    for seed in range(120):
+    for seed in range(80):
         job = Job(seed)
         kinds, stages = job.true.profile.kinds, job.true.layout.num_stages
         if stages == 1 or not all(kind.record("none") and kind.record("full") for kind in kinds):
@@ -81,7 +81,7 @@ def test_intervals_of_steps_in_which_recompute_begins_early_cover_as_much():
         found = StepErrors(job.measured.costs, policy).interval()
         covered += found.low_ms <= job.true_ms(policy) <= found.high_ms
         count, saved = count + 1, saved + (job.measured.cost(policy).ahead_ms > 0)
-    assert saved > 20
+    assert saved > 13
     assert covered >= 0.95 * count, (covered, count)
 
 

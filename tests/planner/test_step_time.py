@@ -17,7 +17,7 @@ from tests.planner.definitions import finish_by_plain_replay
 from tests.planner.random_schedules import schedules, times
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(schedules(), st.data())
 def test_replay_equals_the_definition_written_out(schedule, data):
     both_ms = data.draw(times(schedule)), data.draw(times(schedule))
@@ -27,7 +27,7 @@ def test_replay_equals_the_definition_written_out(schedule, data):
     assert replay_ms(schedule, *both_ms) == pytest.approx(max(expected_ps) / 1e9)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(schedules(), st.data())
 def test_a_recompute_begins_as_soon_as_its_stage_is_free(schedule, data):
     forward, backward, early = (
@@ -57,7 +57,7 @@ def test_replay_equals_what_megatron_posts_and_waits_for(p, v, m):
         assert found.max() == max(expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     schedules(),
     st.integers(20, 60),

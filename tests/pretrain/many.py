@@ -66,7 +66,7 @@ def read_sources():
 
 
 def main(job):
-    command = [job["script"], *job["flags"].split()]
+    sys.argv = command = [job["script"], *job["flags"].split()]
     if job["before"] is not None:
         runpy.run_path(str(HERE / job["before"]))
     if job["with_us"]:

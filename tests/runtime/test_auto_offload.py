@@ -103,6 +103,7 @@ def auto(tmp_path_factory):
     return path, Plan.load(path), ranks
 
 
+@pytest.mark.newest_version
 def test_a_plan_that_offloads_runs_after_its_warm_up_within_its_budget(auto):
     _, plan, ranks = auto
     for stage, rank in enumerate(ranks):
@@ -116,6 +117,7 @@ def test_a_plan_that_offloads_runs_after_its_warm_up_within_its_budget(auto):
     assert not plan.policy.is_ahead  # as asked; with all choices it would be
 
 
+@pytest.mark.newest_version
 def test_what_leaves_is_what_is_held_less(auto):
     """Held bytes are those that `LiveBytes` counts, what leaves is counted by storage."""
     kinds = auto[1].profile.kinds
@@ -129,6 +131,7 @@ def test_what_leaves_is_what_is_held_less(auto):
         assert record.forward_ms == pytest.approx(same.forward_ms)
 
 
+@pytest.mark.newest_version
 def test_a_loop_that_attaches_runs_the_stored_plan_and_its_offload(auto, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(auto[0].read_text())

@@ -16,11 +16,11 @@ from tests.default_model import layers
 from tests.hybrid_models import HAVE_HYBRID
 
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
-SHAPE = Shape(**layers(8), hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=2)
+SHAPE = Shape(**layers(4), hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=2)
 STEPS = 20
-BUDGET_GIB = 0.005 if HAVE_HYBRID else 0.0075
-"""Between what full recompute and no recompute need on the first stage: of a HybridModel 0.0036 and
-0.0066, of a GPTModel 0.0055 and 0.0123."""
+BUDGET_GIB = 0.0032 if HAVE_HYBRID else 0.0048
+"""Between what full recompute and no recompute need on the first stage: of a HybridModel 0.0027 and
+0.0037, of a GPTModel 0.0036 and 0.0066."""
 
 
 def trained(shape, plan_path=None, budget_gib=BUDGET_GIB, fails_in=None, **changes):
@@ -135,7 +135,7 @@ class Enforced:
             and torch.distributed.get_rank() == 0
             and any(self.after in line for line in self.said)
             and in_backward == (self.fails_in == "backward")
-            and current_bytes > 2_000_000
+            and current_bytes > 1_500_000
         )
 
 
@@ -154,7 +154,7 @@ def test_losses_and_weights_are_those_of_a_run_without_us(auto):
 
 def test_measuring_starts_lean_and_ends_within_twelve_steps(auto):
     policies = auto[1][0]["policies"]
-    assert policies[0] == "full*8"
+    assert policies[0] == "full*4"
     # Two settling steps, twelve of measuring, one for half of the slack: then the plan stands.
     assert len(set(policies[15:])) == 1
 
@@ -180,7 +180,7 @@ def test_the_plan_in_the_file_is_the_one_that_runs_and_keeps_the_budget(auto):
     path, ranks = auto
     plan = Plan.load(path)
     assert plan.policy.format() == ranks[0]["policies"][-1]
-    assert plan.policy.format() != "full*8"
+    assert plan.policy.format() != "full*4"
     assert plan.measured_peak_bytes == tuple(rank["peaks"][-1] for rank in ranks)
     for stage, rank in enumerate(ranks):
         assert max(rank["peaks"]) <= plan.budget_bytes[stage]
@@ -262,7 +262,7 @@ def test_a_plan_of_another_job_is_said_to_be_and_measured_anew(auto, tmp_path):
     ranks = run_ranks(trained, 2, replace(SHAPE, hidden_size=32), str(path))
     assert "Changed: " in ranks[0]["said"][0]
     assert "hidden_size: 64, now 32" in ranks[0]["said"][0]
-    assert ranks[0]["policies"][0] == "full*8"
+    assert ranks[0]["policies"][0] == "full*4"
     assert Plan.load(path).profile.fingerprint["hidden_size"] == "32"
 
 
@@ -290,7 +290,7 @@ def test_a_damaged_plan_file_is_kept_aside_and_all_ranks_measure(auto, tmp_path,
     assert path.with_name("plan.json.unreadable").read_text() == damaged
     for rank in ranks:
         assert "measuring in the first steps" in rank["said"][1]
-        assert set(rank["policies"]) == {"full*8"}
+        assert set(rank["policies"]) == {"full*4"}
 
 
 @pytest.mark.newest_version

@@ -242,8 +242,7 @@ def test_every_parameter_takes_part_in_the_compared_step(name):
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
-@pytest.mark.parametrize("name", ["dense", "MoE"])
+@pytest.mark.parametrize(("name", "distributed_optimizer"), [("dense", False), ("MoE", True)])
 def test_changing_the_policy_every_step_leaves_the_loss_curve_alone(name, distributed_optimizer):
     modules, fields = MODELS[name]
     rng = random.Random(1)

@@ -15,6 +15,8 @@ import megatron_autorecompute
 from megatron_autorecompute.compare.comparison import Shape
 from testing.ranks import run_ranks
 
+pytestmark = pytest.mark.newest_version
+
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 OURS = str(Path(megatron_autorecompute.__file__).parent)
 LAYERS, MICROBATCHES, STEPS = 6, 3, 20

@@ -300,6 +300,7 @@ def on_two_stages(frozen):
     return changed, auto.plan, auto.peak_bytes / predicted_bytes
 
 
+@pytest.mark.newest_version
 def test_a_tower_on_the_first_of_two_stages_is_run_measured_and_planned_there():
     (changed, plan, first), (changed_last, _, last) = run_ranks(on_two_stages, 2, "the tower")
     assert changed == changed_last == []

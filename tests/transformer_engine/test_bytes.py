@@ -101,37 +101,35 @@ PROGRAM = """
 import sys
 from megatron_autorecompute.cli import main
 from megatron_autorecompute.compat import layer_parts
-modules, *paths = sys.argv[1:]
-if modules:
-    layer_parts.worth_recomputing = lambda layer: modules.split("+")
-for path in paths:
+usual = layer_parts.worth_recomputing
+for given in sys.argv[1:]:
+    modules, _, path = given.partition(":")
+    alone = lambda layer: modules.split("+")
+    layer_parts.worth_recomputing = alone if modules else usual
     if main(["estimate", path, "--gpu", "h100-80gb", "-o", path + ".profile.json"]):
         raise SystemExit(path)
 """
-
-
-def estimated(names, folder, modules=""):
-    """The profiles of these jobs; in one process, whose start takes longer than an estimate."""
-    paths = {name: folder / f"{number}.yaml" for number, name in enumerate(names)}
-    for name, path in paths.items():
-        path.write_text(yaml.safe_dump(job(CONFIGS[name])))
-    searched = [p for p in sys.path if "transformer-engine" not in p]
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM, modules, *map(str, paths.values())],
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(searched)},
-    )
-    return {name: Profile.load(f"{path}.profile.json") for name, path in paths.items()}
+NORMS = "ln_out+qkv"
 
 
 @pytest.fixture(scope="module")
 def profiles(tmp_path_factory):
-    return estimated(CONFIGS, tmp_path_factory.mktemp("jobs"))
-
-
-@pytest.fixture(scope="module")
-def profiles_of_norms(tmp_path_factory):
-    return estimated(FUSED, tmp_path_factory.mktemp("jobs"), "ln_out+qkv")
+    """Of all jobs by name, and of some with these modules alone; in one process, whose start takes
+    longer than an estimate."""
+    folder = tmp_path_factory.mktemp("jobs")
+    asked = [("", name) for name in CONFIGS] + [(NORMS, name) for name in FUSED]
+    paths = [folder / f"{number}.yaml" for number in range(len(asked))]
+    for path, (_, name) in zip(paths, asked, strict=True):
+        path.write_text(yaml.safe_dump(job(CONFIGS[name])))
+    searched = [p for p in sys.path if "transformer-engine" not in p]
+    given = [f"{modules}:{path}" for path, (modules, _) in zip(paths, asked, strict=True)]
+    subprocess.run(
+        [sys.executable, "-c", PROGRAM, *given],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(searched)},
+    )
+    found = [Profile.load(f"{path}.profile.json") for path in paths]
+    return dict(zip(asked, found, strict=True))
 
 
 def run(description):
@@ -156,7 +154,7 @@ def differences(found, predicted):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_hold_what_transformer_engines_python_saves(name, profiles):
-    assert differences(run(job(CONFIGS[name])), profiles[name]) == {}
+    assert differences(run(job(CONFIGS[name])), profiles["", name]) == {}
 
 
 ROW = 64 * 2 * 2
@@ -170,11 +168,11 @@ FUSED = {
 
 
 @pytest.mark.parametrize("name", FUSED)
-def test_outputs_of_fused_norms_are_not_held(name, profiles_of_norms, monkeypatch):
+def test_outputs_of_fused_norms_are_not_held(name, profiles, monkeypatch):
     attention, mlp = FUSED[name]
-    monkeypatch.setattr(layer_parts, "worth_recomputing", lambda layer: ["ln_out", "qkv"])
+    monkeypatch.setattr(layer_parts, "worth_recomputing", lambda layer: NORMS.split("+"))
     found = run(job(CONFIGS[name]))
-    assert differences(found, profiles_of_norms[name]) == {}
+    assert differences(found, profiles[NORMS, name]) == {}
     held = {str(r.choice): r.held_bytes for r in found.kinds[0].choices}
     assert held["none"] - held["selective[ln_out]"] == attention + mlp
     # What lies inside another module runs again with it.

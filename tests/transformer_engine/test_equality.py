@@ -2,8 +2,8 @@
 
 import copy
 import json
-import subprocess
-import sys
+import os
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -12,9 +12,10 @@ import torch
 
 from benchmarks.gpu.models import TE, built, different, policies, trained
 from testing import transformer_engine_torch
+from tests.forks import Forks
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-CASES = ("TE dense", "TE dense with RMSNorm", "TE grouped experts", "TE multi-latent attention")
+CASES = ("TE dense", "TE grouped experts", "TE multi-latent attention")
 
 
 def on_cpu(name, **fields):
@@ -166,18 +167,12 @@ def test_saved_tensors_that_cannot_be_told_apart_are_refused():
     fused(torch.ones(2, 4, requires_grad=True))
 
 
-def test_no_choice_changes_a_bit_on_two_tensor_parallel_ranks(tmp_path):
-    module = "tests.transformer_engine.two_ranks"
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        said, _ = rank.communicate(timeout=240)
-        assert rank.returncode == 0
-        found = json.loads(said.splitlines()[-1])
+def test_no_choice_changes_a_bit_on_two_tensor_parallel_ranks():
+    with Forks("tests.transformer_engine.two_ranks", os.environ) as forks:
+        (ended,) = forks.run({"ranks": 2})
+    assert ended.codes == [0, 0], ended.text
+    every = [json.loads(each) for each in re.findall(r"^found (.*)$", ended.text, re.M)]
+    assert len(every) == 2
+    for found in every:
         assert set(found) > {"full", "selective[qkv]"}
         assert not any(found.values()), found

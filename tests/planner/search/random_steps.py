@@ -45,6 +45,11 @@ def random_step(seed, shapes, most_layers=None):
     Among them: choices that take no time, forwards that all choices share and such that they do
     not, measured checkpoints of two layers, residuals, uneven routing.
     """
+    rng, problem = _without_budgets(seed, shapes, most_layers)
+    return problem, _budgets(rng, problem)
+
+
+def _without_budgets(seed, shapes, most_layers):
     rng = random.Random(seed)
     pp, vp = rng.choice(shapes)
     layers = pp * vp * rng.randint(1, most_layers or (1 if pp * vp > 4 else 2))
@@ -68,14 +73,13 @@ def random_step(seed, shapes, most_layers=None):
         profile = replace(profile, stages=tuple(_stage(rng, chunks) for chunks in layout.stages))
     m = pp * rng.randint(1, 3) if vp > 1 else rng.randint(1, 8)
     group = rng.choice([None, pp + 1]) if vp > 1 and m == 2 * pp + 2 else None
-    problem = Problem(profile, layout, Schedule(pp, vp, m, group), percentile=99.0)
-    return problem, _budgets(rng, problem)
+    return rng, Problem(profile, layout, Schedule(pp, vp, m, group), percentile=99.0)
 
 
 def realistic_step(seed, shapes, most_layers=None):
     """As measured: recompute in the backward alone, forwards nearly equal, no residuals."""
     rng = random.Random(seed)
-    problem, _ = random_step(seed, shapes, most_layers)
+    _, problem = _without_budgets(seed, shapes, most_layers)
     table = {
         "none": (1.0, 2.0, 100, 10),
         "full": (1.0, 3.0, 4, 90),

@@ -40,13 +40,14 @@ from tests.planner.search.random_steps import (
 )
 
 
-def excess(problem, budgets):
+def excess(problem, budgets, *, proven=False):
     """By what share the plan's step is above the shortest one; None where that is not known."""
     shortest = shortest_step_ps(problem, budgets)
     if shortest is None:
         return None
     solution = solve(problem.at(budgets))
     evidence, step = solution.step_evidence, round(solution.cost.step_ms * PS_PER_MS)
+    assert evidence.gap == 0 or not proven
     assert evidence.bound_ms * PS_PER_MS <= shortest + 0.5
     assert step >= shortest
     assert evidence.gap == pytest.approx(
@@ -60,18 +61,16 @@ def excess(problem, budgets):
 @pytest.mark.long
 @pytest.mark.parametrize("make", [random_step, realistic_step])
 def test_with_one_chunk_a_stage_the_step_is_the_shortest_and_proven(make):
-    for seed in range(100):
-        problem, budgets = make(seed, ONE_CHUNK)
-        assert excess(problem, budgets) in (0, None), seed
-        assert solve(problem.at(budgets)).step_evidence.gap == 0, seed
+    for seed in range(50):
+        assert excess(*make(seed, ONE_CHUNK), proven=True) == 0, seed
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [random_step, realistic_step])
 def test_with_several_chunks_a_stage_the_step_is_the_shortest_or_little_longer(make):
-    shares = [excess(*make(seed, SEVERAL_CHUNKS)) for seed in range(80)]
+    shares = [excess(*make(seed, SEVERAL_CHUNKS)) for seed in range(40)]
     known = sorted(share for share in shares if share is not None)
-    assert len(known) > 60
+    assert len(known) > 36
     assert median(known) == 0
     assert known[math.ceil(0.99 * len(known)) - 1] <= 0.01
 
@@ -80,10 +79,10 @@ def test_with_several_chunks_a_stage_the_step_is_the_shortest_or_little_longer(m
 def test_where_forwards_are_all_the_same_the_least_busy_stages_make_the_shortest_step():
     """Recompute is in backwards alone; then no schedule is needed to know the best choices."""
     seen = 0
-    for seed in range(150):
+    for seed in range(60):
         problem, budgets = random_step(seed, ONE_CHUNK)
-        stages = [stage_times(problem, stage, budget) for stage, budget in enumerate(budgets)]
-        if any(len(own) > 1 for own in stages):
+        stages = enumerate(budgets)
+        if any(len(stage_times(problem, stage, budget)) > 1 for stage, budget in stages):
             continue
         choices = [
             problem.stages.stage(stage).fastest(budget) for stage, budget in enumerate(budgets)
@@ -91,7 +90,7 @@ def test_where_forwards_are_all_the_same_the_least_busy_stages_make_the_shortest
         busy = put_together(problem.layout, [choice.policies for choice in choices])
         assert solve(problem.at(budgets)).cost.step_ms == problem.cost(busy).step_ms
         seen += 1
-    assert seen > 25
+    assert seen > 10
 
 
 def uneven_chunks():
@@ -117,14 +116,14 @@ def uneven_chunks():
 def test_no_setting_of_megatrons_that_fits_is_faster_at_any_budget():
     problem = uneven_chunks()
     compared = 0
-    for budget in range(150, 1400, 25):
+    for budget in range(150, 1400, 50):
         solution, manual = try_solve(problem.at(budget)), best_manual(problem.at(budget))
         if solution is None or manual is None:
             continue
         assert solution.cost.step_ms <= manual.cost.step_ms
         assert solution.step_evidence.gap == 0
         compared += 1
-    assert compared > 30
+    assert compared > 15
 
 
 @pytest.mark.parametrize("layout", [Layout.from_flags(12, 2), Layout.from_flags(12, 2, 3)])
@@ -135,7 +134,7 @@ def test_a_step_of_a_million_microbatches_has_a_bound(layout):
 
 
 def test_more_budget_is_never_a_slower_plan():
-    for seed in range(12):
+    for seed in range(6):
         problem, _ = random_step(seed, SEVERAL_CHUNKS, 2)
         low, high = (
             max(choice.peak_bytes for choice in own)
@@ -148,7 +147,7 @@ def test_more_budget_is_never_a_slower_plan():
 
 def test_a_longer_menu_is_never_a_slower_plan():
     shorter = 0
-    for seed in range(40):
+    for seed in range(30):
         problem, budgets = random_step(seed, (*ONE_CHUNK, *SEVERAL_CHUNKS))
         kinds = [replace(k, choices=k.choices[::2]) for k in problem.profile.kinds]
         few = replace(problem, profile=replace(problem.profile, kinds=tuple(kinds)))
@@ -157,7 +156,7 @@ def test_a_longer_menu_is_never_a_slower_plan():
             more = solve(problem.at(budgets))
             assert more.cost.step_ms <= less.cost.step_ms, seed
             shorter += more.cost.step_ms < less.cost.step_ms
-    assert shorter > 3
+    assert shorter > 2
 
 
 def test_a_plan_is_the_same_whatever_was_asked_before():
