@@ -38,6 +38,7 @@ IMPORTED = (
     "megatron_autorecompute.runtime.controller",
     "megatron_autorecompute.report.terminal",
     "rich.table",
+    "highspy",
     "scipy.optimize",
 )
 """And all that they import, torch among it."""

@@ -242,7 +242,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"megatron-autorecompute {__version__}\n"
 
 
-@pytest.mark.parametrize("heavy", ["numpy", "rich", "scipy", "pydantic", "torch"])
+@pytest.mark.parametrize("heavy", ["numpy", "rich", "scipy", "highspy", "pydantic", "torch"])
 def test_help_imports_nothing_heavy(heavy):
     code = (
         f"import sys; sys.modules[{heavy!r}] = None; from megatron_autorecompute.cli import main; "

@@ -26,6 +26,7 @@ IMPORTED = (
     "megatron.core.tokenizers.text",
     "megatron_autorecompute.integrations.megatron_lm",
     "megatron_autorecompute.runtime.attach",
+    "highspy",
     "scipy.optimize",
 )
 
