@@ -92,8 +92,8 @@ _TOLERANCE = 1e-7
 _IDLE = 4
 """Rounds after which a path that has no share may go."""
 _PATHS = 160
-"""Beyond which paths go. With half as many an interleaved step of `benchmarks/solve_speed.py` is 0.1%
-longer; with all of them the largest program takes a quarter longer."""
+"""Beyond which paths go. With half as many an interleaved step of `benchmarks/solve_speed.py` is
+0.1% longer; with all of them the largest program takes a quarter longer."""
 _FROM_BEST, _FROM_FASTEST = (0.5, 0.25, 0.12, 0.06), (0.5, 0.1)
 """How far on the way to the program's times other times are, whose longest paths are added, too.
 Without them gaps are up to twice as wide, and an interleaved step is 0.2% longer."""
