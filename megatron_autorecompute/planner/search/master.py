@@ -75,20 +75,12 @@ class Replay:
         """The steps with some times, and a longest path of each."""
         return one_path_each(self.schedule, *np.stack(times, axis=-1))
 
-    def paths_if_slower(self, times: Ints, share: int) -> list[Ints]:
-        """The longest paths if one stage after another took a share more."""
-        slower = [times.copy() for _ in range(times.shape[1])]
-        for stage, own in enumerate(slower):
-            own[:, stage] += own[:, stage] // share
-        return self.one_path_each(slower)[1]
-
 
 def length(path: Ints, times: Ints | Floats) -> float:
     """The time of a path through the schedule, in the unit of `times`."""
     return float((path.astype(np.float64) * times).sum())
 
 
-_TOLERANCE = 1e-7
 _IDLE = 4
 """Rounds after which a path that has no share may go."""
 _PATHS = 160
@@ -152,15 +144,8 @@ class Master:
                 for price in (0.0, steep / 4, steep, 4 * steep):
                     self.program.put(s, c, fits[(time + price * need).argmin()])
                 fastest[s][c] = int(fits[time.argmin()])
-        paths = self.replay.paths(self.times(fastest))
-        if self._tries_slow_stages:
-            paths += self.replay.paths_if_slower(self.times(fastest), 4)
-        self.know(paths)
+        self.know(self.replay.paths(self.times(fastest)))
         return self.times(fastest)
-
-    @property
-    def _tries_slow_stages(self) -> bool:
-        return len(self.chunks) > len(self.stages) and len(self.stages) <= _FEW_STAGES
 
     def know(self, paths: Sequence[Ints]) -> int:
         """Add paths that are not known; how many."""
@@ -228,14 +213,22 @@ class Master:
         beyond = [_between(self.fastest, times, share) for share in _FROM_FASTEST]
         steps, found = self.replay.one_path_each([*points, *beyond])
         self._cuts += 1
-        if self._tries_slow_stages and self._cuts % _RARELY == 0:
-            found += self.replay.paths_if_slower(points[min(1, len(shares))], 20)
+        several = len(self.chunks) > len(self.stages)
+        if several and len(self.stages) <= _FEW_STAGES and self._cuts % _RARELY == 0:
+            found += self._paths_if_slower(points[min(1, len(shares))])
         best = int(steps[: len(points)].argmin())
         if steps[best] < self.center[0]:
             self.center = int(steps[best]), points[best]
         self._forget()
         found.sort(key=lambda path: -length(path, times))
         return self.know([path for path in found if length(path, times) > step * (1 + 1e-6)])
+
+    def _paths_if_slower(self, times: Ints) -> list[Ints]:
+        """The longest paths if one stage after another took a twentieth more."""
+        slower = [times.copy() for _ in self.stages]
+        for stage, own in enumerate(slower):
+            own[:, stage] += own[:, stage] // 20
+        return self.replay.one_path_each(slower)[1]
 
     def _forget(self) -> None:
         if len(self._idle) > _PATHS:
