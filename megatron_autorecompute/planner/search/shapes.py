@@ -150,16 +150,15 @@ def _estimated(
 ) -> tuple[bool, float]:
     """Whether the leanest choices exceed a budget; and the step in ms if each stage saves the bytes
     it lacks at their price, and the busiest one works without a pause once the pipeline is full."""
-    busy_ms, is_short = list[float](), False
-    both = (problem.cost(policy).stages for policy in (fastest, leanest))
-    for fast, lean, budget in zip(*both, problem.budgets, strict=True):
-        saved = max(1, fast.peak_high_bytes - lean.peak_high_bytes)
-        share = max(0, fast.peak_high_bytes - budget) / saved
-        busy_ms.append(fast.busy_ms + share * (lean.busy_ms - fast.busy_ms))
-        is_short |= lean.peak_high_bytes > budget
-    filled = 1 - 1 / problem.schedule.num_microbatches
-    step_ms = filled * max(busy_ms) + (1 - filled) * sum(busy_ms) / problem.layout.num_chunks
-    return is_short, step_ms
+    costs, busy_ms, is_short = problem.costs, list[float](), False
+    both = (costs.met_ms(policy) for policy in (fastest, leanest))
+    for stage, (fast_ms, lean_ms) in enumerate(zip(*both, strict=True)):
+        fast, lean = (costs.peak_alone(stage, policy).bytes for policy in (fastest, leanest))
+        share = max(0, fast - problem.budgets[stage]) / max(1, fast - lean)
+        busy_ms.append(fast_ms + share * (lean_ms - fast_ms))
+        is_short |= lean > problem.budgets[stage]
+    filled = (problem.schedule.num_microbatches - 1) * max(busy_ms)
+    return is_short, filled + sum(busy_ms) / problem.layout.num_chunks
 
 
 def _said(tried: list[Tried], *, layouts: bool) -> str:

@@ -86,6 +86,7 @@ class StepSearch:
         self.master = Master(replay, self.stages)
         self.several = len(self.master.chunks) > len(stages)
         self.best: tuple[int, Chosen] = (1 << 62, [])
+        """The shortest step found, in ps, and its plans."""
 
     # --- plans of stages --------------------------------------------------------------------------
 
@@ -186,18 +187,13 @@ class StepSearch:
 
         Of many chunks no single path does.
         """
-        if self.master.bound > self.best_ps - 1:
+        if self.master.bound > self.best[0] - 1:
             return True
         if self.several and len(self.master.chunks) > CHUNKS:
             return False
         for path in self.replay.paths(self.master.times(self.best[1])):
             self._bound(self._listed(path))
-        return self.master.bound > self.best_ps - 1
-
-    @property
-    def best_ps(self) -> int:
-        """The shortest step found."""
-        return self.best[0]
+        return self.master.bound > self.best[0] - 1
 
     def _bound(self, bound: float) -> None:
         self.master.bound = max(self.master.bound, bound)
@@ -209,7 +205,7 @@ class StepSearch:
         tables = [plans.table for stage in self.stages for plans in stage.plans]
         if len(tables) > CHUNKS or not all(table.complete for table in tables):
             return
-        program = self.master.left(self.best_ps, _LEFT)
+        program = self.master.left(self.best[0], _LEFT)
         if program is None:
             return
         for _ in range(_PROGRAMS):
@@ -226,8 +222,8 @@ class StepSearch:
             times = self.master.times(chosen)
             step = self.replay.step(times)
             self.best = min(self.best, (step, chosen), key=lambda own: own[0])
-            if self.best_ps <= bound * (1 + 1e-8) + 2:
-                self._bound(float(self.best_ps))
+            if self.best[0] <= bound * (1 + 1e-8) + 2:
+                self._bound(float(self.best[0]))
                 return
             if not program.know(self.replay.paths(times)):
                 return
@@ -235,9 +231,9 @@ class StepSearch:
     def answer(self) -> tuple[list[Split], float, bool]:
         """The choices of the shortest step found, `[stage][chunk][position]`; a bound on all, in
         ps; and whether none is proven to be shorter."""
-        chosen, shown = self.best[1], self.master.bound > self.best_ps - 1
+        chosen, shown = self.best[1], self.master.bound > self.best[0] - 1
         splits = [stage.choices(rows) for stage, rows in zip(self.stages, chosen, strict=True)]
-        return splits, min(self.master.bound, float(self.best_ps)), shown
+        return splits, min(self.master.bound, float(self.best[0])), shown
 
     # --- rounding ---------------------------------------------------------------------------------
 
