@@ -150,7 +150,7 @@ def write_report(comparison: Comparison, folder: Path) -> None:
             write_atomically(html(report_data(Plan.load(folder / PLAN))), folder / PAGE)
 
 
-def run(settings: Settings, console: Console) -> Path:
+def compare(settings: Settings, console: Console) -> Path:
     """Run the comparison and print its table; returns the folder with its files.
 
     Raises:
