@@ -55,8 +55,7 @@ def from_json(
         major: the newest schema_version that can be read.
         field: the text may also be a larger record that has this one in the named field.
 
-    Raises:
-        ProfileError: a bad field, named by its path, or a schema_version above `major`.
+    Raises ProfileError: a bad field, named by its path, or a schema_version above `major`.
     """
     what = record_type.__name__
     try:

@@ -26,13 +26,9 @@ def option(default: Any, help: str) -> Any:
 
 
 def add_flags(parser: argparse.ArgumentParser, options: type, defaults: Any = None) -> None:
-    """Give the parser a flag for every field made with `option`, in one argument group.
-
-    Args:
-        parser: gets the group, titled with the first line of the dataclass's docstring.
-        options: the dataclass.
-        defaults: an instance whose values replace the fields' own defaults.
-    """
+    """Give the parser a flag for every field made with `option`, in one argument group, titled
+    with the first line of the dataclass's docstring; an instance's values as `defaults` replace
+    the fields' own."""
     group = parser.add_argument_group((options.__doc__ or "").splitlines()[0].rstrip("."))
     types = typing.get_type_hints(options)
     for field in dataclasses.fields(options):

@@ -314,9 +314,8 @@ class RecomputePolicy:
             blocks: layers of each of the model's blocks, by the names that a text may use; by
                 default the decoder alone.
 
-        Raises:
-            PolicyError: unreadable text, a count that does not match `num_layers`, or the name of a
-                block that the model does not have.
+        Raises PolicyError: unreadable text, a count that does not match `num_layers`, or the name
+        of a block that the model does not have.
         """
         if num_layers < 0:
             raise PolicyError(f"A policy for {num_layers} layers: give 0 or more.")
@@ -343,8 +342,7 @@ class RecomputePolicy:
     def format(self, blocks: Blocks | None = None) -> str:
         """The text form: one CHOICE*COUNT for each run of equal layers.
 
-        Args:
-            blocks: layers of each of the model's blocks; of several, each is named.
+        blocks: layers of each of the model's blocks; of several, each is named.
         """
         if blocks is None or len(blocks) < 2:
             return ",".join(f"{run.policy}*{run.count}" for run in self.runs())
@@ -404,8 +402,7 @@ class MegatronStrategy:
         """Read megatron:none, megatron:selective[MODULE+…], megatron:block/N, megatron:uniform/N,
         megatron:offload[MODULE+…], megatron:selective[…]+offload[…], megatron:cpu_offloading/N.
 
-        Raises:
-            PolicyError: other text, or `uniform/0`.
+        Raises PolicyError: other text, or `uniform/0`.
         """
         match = _MEGATRON.fullmatch(_text(text))
         if match is None:

@@ -123,8 +123,7 @@ def ordered_ms(
         weights: the weights of each choice's times, above 0; for example the number of samples.
         is_more: whether the first of two choices takes longer: `contains`, or `launches_more`.
 
-    Returns:
-        The forward and the backward times, in ms, in the order of `choices`.
+    Returns the forward and the backward times, in ms, in the order of `choices`.
     """
     forward, backward = np.array(forward_ms, np.float64), np.array(backward_ms, np.float64)
     order = _order(choices, is_more)
@@ -152,8 +151,7 @@ def isotonic(values: Floats, weights: Floats, order: Pairs) -> Floats:
         weights: shape (n,), above 0.
         order: pairs of positions in `values`.
 
-    Returns:
-        Shape (n,).
+    Returns shape (n,).
     """
     if all(values[lower] <= values[upper] for lower, upper in order):
         return values.copy()

@@ -131,9 +131,7 @@ def _empty(value: object) -> str:
 
 
 def _commands(_: str) -> str:
-    return markdown(
-        ("command", "does"), ([f"`{name}`", text] for name, (_, text) in COMMANDS.items())
-    )
+    return markdown(("command", "does"), ([f"`{name}`", text] for name, text in COMMANDS.items()))
 
 
 def _exit_codes(_: str) -> str:

@@ -1,4 +1,4 @@
-"""The commands that make a job's profile: `estimate` without a device, `profile` on one."""
+"""`megatron-autorecompute estimate`: a job's profile without a device."""
 
 from __future__ import annotations
 
@@ -12,20 +12,12 @@ from rich.console import Group
 from rich.text import Text
 
 from megatron_autorecompute import json_records
-from megatron_autorecompute.cli.command import Command, at_least, number_of_gib
+from megatron_autorecompute.cli.arguments import add_json, add_output, add_verbose, number_of_gib
 from megatron_autorecompute.cli.jobs import add_gpu, add_job, named_gpu, read_job
-from megatron_autorecompute.cli.output import (
-    add_json,
-    add_output,
-    add_verbose,
-    console,
-    output_file,
-    print_result,
-    quiet_upstream,
-)
+from megatron_autorecompute.cli.output import console, output_file, print_result, quiet_upstream
 from megatron_autorecompute.cli.profile_view import profile_view
 from megatron_autorecompute.errors import OptionError
-from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency, device
+from megatron_autorecompute.meta.devices import SHARES, Device, Efficiency
 from megatron_autorecompute.meta.job import Job
 from megatron_autorecompute.meta.measured_records import measured_kinds, with_measured
 from megatron_autorecompute.meta.static_bytes import outside_torch
@@ -36,64 +28,60 @@ from megatron_autorecompute.units import GIB, gib
 RESERVE_SHARE = 0.05
 """Assumed share of the device's memory for fragmentation of torch's allocator."""
 
+TAKES_MEGATRON_FLAGS = True
+READS = ("job", "measured")
 
-class EstimateCommand(Command):
-    """Makes a profile without a device and prints it."""
 
-    takes_megatron_flags = True
-    reads = ("job", "measured")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the job, the device, and how the times are modelled."""
+    add_gpu(parser)
+    add_options(parser)
+    parser.add_argument(
+        "--offload",
+        action="append",
+        default=[],
+        metavar="MODULE+...",
+        help="also record choices that offload these modules; cpu_offloading stands for whole "
+        "layers (docs/offload.md); repeatable",
+    )
+    parser.add_argument(
+        "--measured", metavar="P.json", help="profile measured in a job: use its records"
+    )
 
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the job, the device, and how the times are modelled."""
-        add_gpu(parser)
-        _add_options(parser)
-        parser.add_argument(
-            "--offload",
-            action="append",
-            default=[],
-            metavar="MODULE+...",
-            help="also record choices that offload these modules; cpu_offloading stands for whole "
-            "layers (docs/offload.md); repeatable",
-        )
-        parser.add_argument(
-            "--measured", metavar="P.json", help="profile measured in a job: use its records"
-        )
 
-    @quiet_upstream()
-    def run(self, args: Namespace) -> None:
-        """Make the profile, print it, and print the next command.
+@quiet_upstream()
+def run(args: Namespace) -> None:
+    """Make the profile, print it, and print the next command.
 
-        Raises OptionError for contradictory or impossible options.
-        """
-        output = output_file(args)
-        gpu = named_gpu(args)
-        job = read_job(args, gpu)
-        check_lengths(output, job)
-        efficiency = read_efficiency(args.efficiency, gpu)
-        budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
-        offload = [
-            LayerPolicy.parse(f"none+offload[{modules}]").offload for modules in args.offload
-        ]
-        measured = Profile.load(args.measured) if args.measured else None
+    Raises OptionError for contradictory or impossible options.
+    """
+    output = output_file(args)
+    gpu = named_gpu(args)
+    job = read_job(args, gpu)
+    check_lengths(output, job)
+    efficiency = read_efficiency(args.efficiency, gpu)
+    budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
+    offload = [LayerPolicy.parse(f"none+offload[{modules}]").offload for modules in args.offload]
+    measured = Profile.load(args.measured) if args.measured else None
+    if measured is not None:
+        measured_kinds(measured)  # refused before the work
+    with console(stderr=True).status(f"{job.name}: starting") as status:
+        # Loads torch and Megatron, which only this needs.
+        from megatron_autorecompute.meta.profiling import profile_job
+
+        profile = profile_job(job, gpu, efficiency, status.update, offload=offload)
         if measured is not None:
-            measured_kinds(measured)  # refused before the work
-        with console(stderr=True).status(f"{job.name}: starting") as status:
-            # Loads torch and Megatron, which only this needs.
-            from megatron_autorecompute.meta.profiling import profile_job
-
-            profile = profile_job(job, gpu, efficiency, status.update, offload=offload)
-            if measured is not None:
-                profile = with_measured(profile, measured)
-        step_end = (
-            f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
-            "optimizer and for data-parallel collectives that nothing hides (modelled for "
-            f"{gpu.name}). The steps of plans leave this out."
-        )
-        budget = budget_words(gpu, args.reserve_gib, job)
-        _show_profile(args, profile, output, budget_bytes, [step_end, budget])
+            profile = with_measured(profile, measured)
+    step_end = (
+        f"A step also takes {profile.step_end_ms:,.0f} ms outside its microbatches, for the "
+        "optimizer and for data-parallel collectives that nothing hides (modelled for "
+        f"{gpu.name}). The steps of plans leave this out."
+    )
+    budget = budget_words(gpu, args.reserve_gib, job)
+    show_profile(args, profile, output, budget_bytes, [step_end, budget])
 
 
-def _add_options(parser: ArgumentParser) -> None:
+def add_options(parser: ArgumentParser) -> None:
     """Add where the job is read from, and what the profile is made and printed with."""
     add_job(parser)
     parser.add_argument(
@@ -112,7 +100,7 @@ def _add_options(parser: ArgumentParser) -> None:
     add_verbose(parser)
 
 
-def _show_profile(
+def show_profile(
     args: Namespace, profile: Profile, output: Path | None, budget_bytes: int, lines: Sequence[str]
 ) -> None:
     """Save a job's profile, print it, and print the next command; `lines` are printed below it."""
@@ -192,48 +180,3 @@ def plan_command(path: Path, budget_bytes: int) -> str:
         f"megatron-autorecompute plan --profile {shlex.quote(str(path))} "
         f"--budget-gib {gib(budget_bytes)} -o plan.json"
     )
-
-
-class ProfileCommand(Command):
-    """Measures a job's layers on one device."""
-
-    takes_megatron_flags = True
-    reads = ("job",)
-
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the device that measures, and the job with the flags of `estimate`."""
-        parser.add_argument(
-            "--device", required=True, choices=("cuda", "cpu"), help="what runs the layers"
-        )
-        add_gpu(parser, " (default: the one that measures)")
-        parser.add_argument(
-            "--repeats",
-            type=at_least(2),
-            metavar="N",
-            help="how often each choice is timed, at least (default: 12 or fewer, by the choices)",
-        )
-        _add_options(parser)
-
-    @quiet_upstream()
-    def run(self, args: Namespace) -> None:
-        """Make the profile, print it, and print the next command.
-
-        Raises OptionError for contradictory or impossible options, MachineError if the device or
-        what runs on it is not there.
-        """
-        output = output_file(args)
-        named = None if args.device == "cuda" and args.gpu is None else named_gpu(args)
-        import torch  # estimate needs it, and Megatron, only later
-
-        from megatron_autorecompute.one_device.build import device_of
-        from megatron_autorecompute.one_device.profiling import profile_on_device
-
-        where = device_of(args.device)
-        gpu = named or device(torch.cuda.get_device_name(where))
-        job = read_job(args)
-        efficiency = read_efficiency(args.efficiency, gpu)
-        budget_bytes = default_budget_bytes(gpu, args.reserve_gib, job)
-        with console(stderr=True).status(f"{job.name}: starting") as status:
-            profile = profile_on_device(job, where, gpu, efficiency, args.repeats, status.update)
-        budget = budget_words(gpu, args.reserve_gib, job)
-        _show_profile(args, profile, output, budget_bytes, [budget])

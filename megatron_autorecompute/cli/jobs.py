@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_autorecompute.cli.command import Command, at_least
+from megatron_autorecompute.cli.arguments import at_least
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.meta.devices import Device, device, devices
 from megatron_autorecompute.meta.job import Job, job_from, read_description
@@ -153,20 +153,3 @@ def named_gpu(args: Namespace) -> Device:
             read_description(args.job)  # a file that is no job needs another mend than --gpu
         raise OptionError(f"Add --gpu NAME, which the job runs on: {', '.join(devices())}.")
     return device(args.gpu)
-
-
-class ExampleCommand(Command):
-    """Prints the YAML of an example; without a name, the names."""
-
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the example's name."""
-        parser.add_argument("example", nargs="?", choices=examples(), metavar="NAME")
-
-    def run(self, args: Namespace) -> None:
-        """Print the example's job description."""
-        if args.example is not None:
-            print((EXAMPLES / f"{args.example}.yaml").read_text(encoding="utf-8"), end="")
-            return
-        for name in examples():
-            first = (EXAMPLES / f"{name}.yaml").read_text(encoding="utf-8").partition("\n")[0]
-            print(f"{name:20} {first.removeprefix('# ')}")

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,28 +16,12 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from megatron_autorecompute import json_records
-from megatron_autorecompute.cli.command import file
 from megatron_autorecompute.cli.throughput import throughput_words
 from megatron_autorecompute.errors import OptionError
 from megatron_autorecompute.patched import patched_environ
 from megatron_autorecompute.planner.launch_lines import launch_lines
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.report import terminal
-
-
-def add_json(parser: ArgumentParser) -> None:
-    """Add the flag `--json`."""
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-
-
-def add_output(parser: ArgumentParser, metavar: str, help: str) -> None:
-    """Add the flag `-o`, which `output_file` reads."""
-    parser.add_argument("-o", "--output", type=file, metavar=metavar, help=help)
-
-
-def add_verbose(parser: ArgumentParser) -> None:
-    """Add the flag `-v`, of commands that also have `--json`."""
-    parser.add_argument("-v", "--verbose", action="store_true", help="list every assumption")
 
 
 def without_effect(option: str, beside: str, why: str) -> OptionError:
@@ -81,7 +65,7 @@ def output_file(args: Namespace) -> Path | None:
 def check_output(args: Namespace, path: Path) -> None:
     """Raise ProfileError if a file cannot be written, OptionError if it is one that the command
     reads."""
-    given = [getattr(args, name) for name in args.command.reads]
+    given = [getattr(args, name) for name in getattr(args.command, "READS", ())]
     lists = [each if isinstance(each, list) else [each] for each in given]
     json_records.check_writable(path, [read for each in lists for read in each if read is not None])
 

@@ -12,17 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import Progress
 from rich.table import Table
 
-from megatron_autorecompute.cli.command import Command, budgets, sizes
+from megatron_autorecompute.cli.arguments import add_json, add_output, add_verbose, budgets, sizes
 from megatron_autorecompute.cli.estimate import budget_words, check_lengths, default_budget_bytes
-from megatron_autorecompute.cli.output import (
-    add_json,
-    add_output,
-    add_verbose,
-    console,
-    output_file,
-    print_plan,
-    progress_bars,
-)
+from megatron_autorecompute.cli.output import console, output_file, print_plan, progress_bars
 from megatron_autorecompute.cli.pipeline import MICRO_BATCH_SIZE
 from megatron_autorecompute.cli.problem import Source, add_problem, problems, read_source
 from megatron_autorecompute.cli.verify import add_runs, as_data, conclude, verified
@@ -38,66 +30,64 @@ from megatron_autorecompute.units import gib
 if TYPE_CHECKING:
     from megatron_autorecompute.meta.verify import StageCheck
 
+TAKES_MEGATRON_FLAGS = True
+READS = ("profile", "job", "measured")
 
-class PlanCommand(Command):
-    """Solves, writes the plan and prints it."""
 
-    takes_megatron_flags = True
-    reads = ("profile", "job", "measured")
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the flags of the problem, the budget, further searches, and the output file."""
+    add_problem(parser)
+    parser.add_argument(
+        "--budget-gib",
+        type=budgets,
+        metavar="GIB[,GIB...]",
+        help="GiB that torch may allocate on each device: one number for all stages, or one "
+        "for each (default for a job: what its GPU has to spare)",
+    )
+    parser.add_argument(
+        "--search-layout", action="store_true", help="also search how many layers a stage has"
+    )
+    parser.add_argument(
+        "--search-micro-batch",
+        type=sizes,
+        default=(),
+        metavar="B,B,...",
+        help="also search the micro-batch size; give one --profile for each size",
+    )
+    add_output(parser, "PLAN.json", "file to write; - prints the plan")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="also run Megatron's own schedule under the plan, as with the next two",
+    )
+    add_runs(parser)
+    add_json(parser)
+    add_verbose(parser)
 
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the flags of the problem, the budget, further searches, and the output file."""
-        add_problem(parser)
-        parser.add_argument(
-            "--budget-gib",
-            type=budgets,
-            metavar="GIB[,GIB...]",
-            help="GiB that torch may allocate on each device: one number for all stages, or one "
-            "for each (default for a job: what its GPU has to spare)",
-        )
-        parser.add_argument(
-            "--search-layout", action="store_true", help="also search how many layers a stage has"
-        )
-        parser.add_argument(
-            "--search-micro-batch",
-            type=sizes,
-            default=(),
-            metavar="B,B,...",
-            help="also search the micro-batch size; give one --profile for each size",
-        )
-        add_output(parser, "PLAN.json", "file to write; - prints the plan")
-        parser.add_argument(
-            "--verify",
-            action="store_true",
-            help="also run Megatron's own schedule under the plan, as with the next two",
-        )
-        add_runs(parser)
-        add_json(parser)
-        add_verbose(parser)
 
-    def run(self, args: Namespace) -> None:
-        """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
-        output = output_file(args)
-        verifies = args.verify or args.measured is not None or bool(args.lengths)
-        source = read_source(args)
-        if source.job is not None:
-            check_lengths(output, source.job)
-        budget = _budget(args, source)
-        with progress_bars() as bars:
-            plan = _solved(args, source, budget, bars)
-        checks: Sequence[StageCheck] | None = None
-        try:
-            if output is not None:
-                plan.save(output)
-            if verifies and args.json:  # one JSON document has both
-                checks = verified(args, plan)
-        finally:
-            beside: dict[str, Any] = {"verified": as_data(checks)} if checks else {}
-            _print(args, plan, beside)
-        if not args.json:
-            _say_more(args, source, output)
-        if verifies:
-            conclude(args, verified(args, plan) if checks is None else checks)
+def run(args: Namespace) -> None:
+    """Solve; if nothing fits, raises InfeasibleError with changes that would make it fit."""
+    output = output_file(args)
+    verifies = args.verify or args.measured is not None or bool(args.lengths)
+    source = read_source(args)
+    if source.job is not None:
+        check_lengths(output, source.job)
+    budget = _budget(args, source)
+    with progress_bars() as bars:
+        plan = _solved(args, source, budget, bars)
+    checks: Sequence[StageCheck] | None = None
+    try:
+        if output is not None:
+            plan.save(output)
+        if verifies and args.json:  # one JSON document has both
+            checks = verified(args, plan)
+    finally:
+        beside: dict[str, Any] = {"verified": as_data(checks)} if checks else {}
+        _print(args, plan, beside)
+    if not args.json:
+        _say_more(args, source, output)
+    if verifies:
+        conclude(args, verified(args, plan) if checks is None else checks)
 
 
 def _print(args: Namespace, plan: Plan, beside: dict[str, Any]) -> None:

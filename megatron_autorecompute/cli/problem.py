@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_autorecompute.cli.command import percentile
+from megatron_autorecompute.cli.arguments import percentile
 from megatron_autorecompute.cli.jobs import (
     SOURCES,
     add_gpu,

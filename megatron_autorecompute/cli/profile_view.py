@@ -18,13 +18,8 @@ from megatron_autorecompute.units import MIB, unit_for
 
 
 def profile_view(profile: Profile, verbose: bool, where: str = "") -> Group:
-    """What the profile is of, records, static bytes, assumptions.
-
-    Args:
-        profile: to show.
-        verbose: whether every assumption is listed, or only their number.
-        where: follows the number of layers in the title.
-    """
+    """What the profile is of, records, static bytes, assumptions: every one if `verbose`, or only
+    their number. `where` follows the number of layers in the title."""
     title = f"{profile.model.name}: {profile.num_layers} layers{where}; {came_from(profile)}"
     parts: list[Text | Table] = [Text(title, style="bold"), *map(Text, _made_for(profile))]
     parts.append(_records(profile))

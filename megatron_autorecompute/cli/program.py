@@ -1,8 +1,14 @@
 """The program `megatron-autorecompute`: a list of commands; only `main` prints errors.
 
-A command's module is imported when the command is named, so that `--help` shows in no time. Exit
-codes: 0 done, 2 wrong usage (argparse) or policy, otherwise the `exit_code` of the error's class in
-`errors`.
+A command is the module of its name in `cli`, imported when the command is named, so that `--help`
+shows in no time. It has `add_arguments(parser)`, which adds its flags, and `run(args)`, which
+prints the result; an AutorecomputeError ends the program. It may have
+- DESCRIPTION: text of the command's `--help`, above its flags,
+- TAKES_MEGATRON_FLAGS: whether flags of pretrain_gpt.py may follow `--`; `args.megatron_flags`,
+- READS: names of the arguments that are files it reads; no output may replace one of them.
+
+Exit codes: 0 done, 2 wrong usage (argparse) or policy, otherwise the `exit_code` of the error's
+class in `errors`.
 """
 
 from __future__ import annotations
@@ -13,33 +19,29 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
+from types import ModuleType
 from typing import Any
 
 from megatron_autorecompute import __version__
-from megatron_autorecompute.cli.command import Command
 from megatron_autorecompute.errors import AutorecomputeError, MachineError
 from megatron_autorecompute.options import Parser
 from megatron_autorecompute.packages import needed
 
 PROGRAM = "megatron-autorecompute"
 COMMANDS = {
-    "example": ("jobs", "print an example's job description, to begin your own"),
-    "estimate": ("estimate", "compute the profile of a job without a device; times are modelled"),
-    "profile": ("estimate", "measure a job's layers on one device; only communication is modelled"),
-    "plan": ("plan", "find the fastest policy that fits a budget, for a job or a profile"),
-    "show": ("show", "print a plan stage by stage, or a profile"),
-    "explain": ("show", "say what limits each stage"),
-    "pareto": ("pareto", "print the time of the step against the budget"),
-    "verify": ("verify", "check a plan's peaks against Megatron's own schedule, without a device"),
-    "report": ("show", "write a plan as one HTML file that opens offline"),
-    "trace": ("show", "write a plan's step as a trace for Perfetto or chrome://tracing"),
-    "compare": (
-        "compare",
-        "run Megatron's own strategies and ours on this machine, and print the table",
-    ),
+    "example": "print an example's job description, to begin your own",
+    "estimate": "compute the profile of a job without a device; times are modelled",
+    "profile": "measure a job's layers on one device; only communication is modelled",
+    "plan": "find the fastest policy that fits a budget, for a job or a profile",
+    "show": "print a plan stage by stage, or a profile",
+    "explain": "say what limits each stage",
+    "pareto": "print the time of the step against the budget",
+    "verify": "check a plan's peaks against Megatron's own schedule, without a device",
+    "report": "write a plan as one HTML file that opens offline",
+    "trace": "write a plan's step as a trace for Perfetto or chrome://tracing",
+    "compare": "run Megatron's own strategies and ours on this machine, and print the table",
 }
-"""Every command, its module and its line in `--help`, in that order. The command is the class
-`NameCommand`."""
+"""Every command and its line in `--help`, in that order."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,37 +95,35 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
     if unknown:
         verb.error(f"unrecognized arguments: {' '.join(unknown)}")
     args.megatron_flags = words[cut + 1 :]
-    if args.megatron_flags and not args.command.takes_megatron_flags:
+    if args.megatron_flags and not getattr(args.command, "TAKES_MEGATRON_FLAGS", False):
         reader.error(f"{' '.join(words[cut:])}: {args.verb} takes nothing after --")
     return args
 
 
 def parser(name: str | None) -> ArgumentParser:
-    """All commands, and the flags of one; `command` of what it parses is the Command."""
+    """All commands, and the flags of one; `command` of what it parses is its module."""
     top = Parser(
         prog=PROGRAM,
         description="Per-layer activation recompute for Megatron-Core, measured and solved.",
     )
     top.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
-    for each, (_, line) in COMMANDS.items():
+    for each, line in COMMANDS.items():
         if each != name:
             verbs.add_parser(each, help=line)
             continue
         command = command_of(each)
-        verb = verbs.add_parser(each, help=line, description=command.description)
-        if command.takes_megatron_flags:
+        verb = verbs.add_parser(each, help=line, description=getattr(command, "DESCRIPTION", None))
+        if getattr(command, "TAKES_MEGATRON_FLAGS", False):
             verb.description = "Arguments after -- are flags of pretrain_gpt.py."
         command.add_arguments(verb)
         verb.set_defaults(command=command, parser=verb)
     return top
 
 
-def command_of(name: str) -> Command:
-    """A command by its name."""
-    module = importlib.import_module(f"megatron_autorecompute.cli.{COMMANDS[name][0]}")
-    command: Command = getattr(module, f"{name.capitalize()}Command")()
-    return command
+def command_of(name: str) -> ModuleType:
+    """The module of a command."""
+    return importlib.import_module(f"megatron_autorecompute.cli.{name}")
 
 
 def _run(args: Namespace) -> None:

@@ -9,35 +9,33 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from megatron_autorecompute.cli.command import Command, sizes
-from megatron_autorecompute.cli.output import add_json, console, progress_bars, quiet_upstream
+from megatron_autorecompute.cli.arguments import add_json, sizes
+from megatron_autorecompute.cli.output import console, progress_bars, quiet_upstream
 from megatron_autorecompute.planner.plan import Plan
 from megatron_autorecompute.units import GIB, Unit, unit_for
 
 if TYPE_CHECKING:
     from megatron_autorecompute.meta.verify import StageCheck
 
+READS = ("plan", "measured")
+DESCRIPTION = (
+    "Ends with exit code 10 if a stage exceeds its budget, or its prediction is over 0.5% off."
+)
 
-class VerifyCommand(Command):
-    """Runs Megatron's schedule under a plan, on meta tensors."""
 
-    reads = ("plan", "measured")
-    description = (
-        "Ends with exit code 10 if a stage exceeds its budget, or its prediction is over 0.5% off."
-    )
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the plan's file, and that of a job."""
+    parser.add_argument("plan", metavar="PLAN.json")
+    add_runs(parser)
+    add_json(parser)
 
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the plan's file, and that of a job."""
-        parser.add_argument("plan", metavar="PLAN.json")
-        add_runs(parser)
-        add_json(parser)
 
-    def run(self, args: Namespace) -> None:
-        """Verify; raises VerificationError if Megatron's own schedule disagrees."""
-        checks = verified(args, Plan.load(args.plan))
-        if args.json:
-            print(json.dumps(as_data(checks), indent=1))
-        conclude(args, checks)
+def run(args: Namespace) -> None:
+    """Verify; raises VerificationError if Megatron's own schedule disagrees."""
+    checks = verified(args, Plan.load(args.plan))
+    if args.json:
+        print(json.dumps(as_data(checks), indent=1))
+    conclude(args, checks)
 
 
 def add_runs(parser: ArgumentParser) -> None:

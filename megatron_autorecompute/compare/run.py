@@ -150,7 +150,7 @@ def write_report(comparison: Comparison, folder: Path) -> None:
             write_atomically(html(report_data(Plan.load(folder / PLAN))), folder / PAGE)
 
 
-def run(settings: Settings, console: Console) -> Path:
+def compare(settings: Settings, console: Console) -> Path:
     """Run the comparison and print its table; returns the folder with its files.
 
     Raises:
@@ -226,11 +226,7 @@ def from_ranks(settings: Settings) -> Iterator[Iterator[Any]]:
 
 
 def messages_of(pipes: Sequence[Any], processes: Sequence[Any]) -> Iterator[Any]:
-    """The ranks' messages until all have ended.
-
-    Args:
-        pipes: the ends that receive, by rank.
-        processes: theirs, by rank.
+    """The ranks' messages, from the receiving ends of their pipes, until all processes have ended.
 
     Raises the error of the first that fails, MachineError for one that dies: then others fail too.
     """

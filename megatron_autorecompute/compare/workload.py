@@ -81,12 +81,8 @@ class Variant:
 
 
 class TrainingJob:
-    """One rank of a job; every method must be called on all ranks.
-
-    Args:
-        shape: the size of the job.
-        text: training text, whose bytes are the tokens.
-        variant: another model than the plain one.
+    """One rank of a job whose tokens are a text's bytes; `variant` is another model than the plain
+    one. Every method must be called on all ranks.
 
     Raises: OptionError for a HybridModel that is not installed or cannot run here.
     """

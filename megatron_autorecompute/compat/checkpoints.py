@@ -90,14 +90,8 @@ def run(function: Function, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def second_run(node: Any) -> Iterator[tuple[Any, Any]]:
-    """Begin the second run, as a checkpoint's backward does before its function runs again.
-
-    Args:
-        node: the checkpoint's in the graph.
-
-    Returns:
-        The function, and the inputs that the first run had.
-    """
+    """Begin the second run, as a checkpoint's backward does before its function runs again, and
+    yield the function and the inputs of the first run; node: the checkpoint's in the graph."""
     megatron_random._set_checkpointing()
     try:
         with megatron_random._fork_rng():

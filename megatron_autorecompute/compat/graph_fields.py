@@ -47,14 +47,10 @@ def replay(
     mask_bytes: int,
 ) -> Any:
     """Run a layer by Megatron's own code for replays, with a function of the hidden states and a
-    mask in the graph's place.
+    mask in the graph's place, which returns the graph's outputs.
 
-    Args:
-        layer: to run.
-        graph: the function; returns the graph's outputs.
-        hidden: states.
-        kwargs: keyword arguments of the layer's forward.
-        mask_bytes: of the mask that Megatron makes for each replay, where a graph has one as input.
+    kwargs: keyword arguments of the layer's forward.
+    mask_bytes: of the mask that Megatron makes for each replay, where a graph has one as input.
     """
 
     def arguments(*args: torch.Tensor, **_: Any) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:

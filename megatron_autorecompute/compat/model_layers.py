@@ -79,9 +79,8 @@ def block_sites(modules: Iterable[Chunk]) -> list[BlockSite]:
     """Every block of layers below `modules` (model chunks, wrapped or bare), a tower or an encoder
     before the decoder, whose indices follow the other's.
 
-    Raises:
-        PolicyError: as `first_block`; or a layer stands twice in a block; or blocks have equal
-            layer numbers and no names of their own.
+    Raises PolicyError: as `first_block`; or a layer stands twice in a block; or blocks have equal
+    layer numbers and no names of their own.
     """
     chunks = list(modules)
     _, in_front = first_block(chunks)

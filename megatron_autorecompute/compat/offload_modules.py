@@ -166,8 +166,7 @@ def forget() -> None:
 def begin_forward(_: torch.nn.Module, __: Any) -> None:
     """Check, before a block's forward, that the model told the manager of this microbatch.
 
-    Raises:
-        ApplyError: it did not; nothing would be offloaded.
+    Raises ApplyError: it did not; nothing would be offloaded.
     """
     manager = PipelineOffloadManager.get_instance()
     if manager._is_warmup:
@@ -224,8 +223,7 @@ def keep_apart(layer: Layer) -> list[RemovableHandle]:
     sbh3d), though three tensors came back from the host. Seen on an H100 with Transformer Engine
     2.20. Remove when Megatron passes the one tensor, as `qkv_layer`, and offloads that.
 
-    Returns:
-        Handles that take this away.
+    Returns handles that take this away.
     """
     attention: Any = getattr(getattr(layer, "self_attention", None), "core_attention", None)
     if type(attention).__name__ != "TEDotProductAttention":
@@ -276,8 +274,7 @@ Method = Callable[..., Any]
 def watched(instead: Mapping[str, Method]) -> Iterator[None]:
     """In this block the handlers of microbatches' chunks have other methods.
 
-    Args:
-        instead: by a method's name in Megatron, what runs: it gets the method, then its arguments.
+    instead: by a method's name in Megatron, what runs: it gets the method, then its arguments.
     """
     handler: Any = megatron_offload.ChunkOffloadHandler
     with ExitStack() as undo:

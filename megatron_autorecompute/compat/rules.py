@@ -41,9 +41,8 @@ def check_allowed(config: TransformerConfig, policy: RecomputePolicy) -> None:
 
     Megatron checks them only when `recompute_granularity` is set, which it is not under a policy.
 
-    Raises:
-        PolicyError: an unknown module, or Megatron's own reason against a choice, with the first
-            layer that has it.
+    Raises PolicyError: an unknown module, or Megatron's own reason against a choice, with the first
+    layer that has it.
     """
     check_layers(config, enumerate(policy.layers))
 
@@ -170,8 +169,7 @@ def check_compiler(policy: RecomputePolicy) -> None:
     `CheckpointWithoutOutput.__init__` and `_get_share_storage`. Remove when the first is fixed and
     the extension is shipped compiled.
 
-    Raises:
-        MachineError: Transformer Engine, g++ (or $CXX) or ninja is missing.
+    Raises MachineError: Transformer Engine, g++ (or $CXX) or ninja is missing.
     """
     used = sorted({m for layer in policy.layers for m in layer.modules} & _COMPILED)
     if used and not hasattr(megatron_random, "FP8GlobalStateManager"):

@@ -30,8 +30,7 @@ def _places(block: Block) -> list[tuple[Any, str]]:
     since 0.18 those that bring their own, as Qwen3-VL's in Megatron Bridge), or else the modules
     that import `megatron.core.recompute.checkpointed_forward` by name.
 
-    Raises:
-        UnsupportedVersionError: Megatron has it in neither of the two known places.
+    Raises UnsupportedVersionError: Megatron has it in neither of the two known places.
     """
     for kind in type(block).__mro__:
         if _METHOD in vars(kind):
@@ -49,8 +48,7 @@ def _places(block: Block) -> list[tuple[Any, str]]:
 def checkpointed_forward(block: Block) -> Callable[..., Any]:
     """Megatron's own checkpointed forward for `block`; it takes the block as first argument.
 
-    Raises:
-        UnsupportedVersionError: as `_places`.
+    Raises UnsupportedVersionError: as `_places`.
     """
     owner, name = _places(block)[0]
     found = getattr(owner, name)

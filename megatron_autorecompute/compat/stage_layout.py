@@ -76,13 +76,8 @@ def num_policy_layers(config: TransformerConfig, encoder_layers: int = 0) -> int
 
 
 def named_blocks(num_layers: int, first: str, first_layers: int) -> dict[str, int]:
-    """The blocks of a model in the order of a policy, with their layers.
-
-    Args:
-        num_layers: the number of layers that a policy covers.
-        first: name of the block in front of the decoder; empty if there is none.
-        first_layers: its layers.
-    """
+    """The blocks of a model in the order of a policy, which covers `num_layers`, with their layers;
+    `first` is the name of the block in front of the decoder, empty if there is none."""
     decoder = {DECODER: num_layers - first_layers}
     return {first: first_layers, **decoder} if first else decoder
 
@@ -94,15 +89,8 @@ def read_policy(
     first_layers: int = 0,
     pattern: HybridPattern | None = None,
 ) -> RecomputePolicy:
-    """The policy that a config field's value says for a model.
-
-    Args:
-        value: as `RecomputePolicy.from_config` takes it.
-        config: of the model's decoder.
-        first: as `named_blocks` takes it.
-        first_layers: as `named_blocks` takes it.
-        pattern: as `pipeline_layout` takes it.
-    """
+    """The policy that a config field's value says for a model, whose decoder has this config; the
+    others as `RecomputePolicy.from_config`, `named_blocks` and `pipeline_layout` take them."""
     num_layers = num_policy_layers(config, first_layers)
     try:
         chunks = counted_chunks(config, first_layers, pattern)

@@ -20,8 +20,7 @@ def running(timers: Any | None) -> Iterator[dict[str, float]]:
     The level is raised for this step only, because timers of level 2 synchronise at every
     microbatch.
 
-    Args:
-        timers: Megatron's `Timers`, or None if the job has none.
+    timers: Megatron's `Timers`, or None if the job has none.
 
     Yields:
         A dict, empty during the step; afterwards ms by name of each timer above that ran. Timers

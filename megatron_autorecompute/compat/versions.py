@@ -19,8 +19,7 @@ OLDEST, NEWEST = Version("0.16.0"), Version("0.21.0.dev0")
 def installed() -> Version:
     """The installed megatron-core's version.
 
-    Raises:
-        UnsupportedVersionError: it is outside the versions whose sources `compat` describes.
+    Raises UnsupportedVersionError: it is outside the versions whose sources `compat` describes.
     """
     found = Version(megatron.core.__version__)
     if not OLDEST <= found < NEWEST:

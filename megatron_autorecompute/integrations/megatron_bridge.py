@@ -77,8 +77,7 @@ def set_policy(model: Any, policy: str | list[str] | dict[str, Any] | None) -> N
         model: `cfg.model`, a provider or a ModelConfig.
         policy: "auto", a policy's text, "@FILE", a list with one choice per layer, or None.
 
-    Raises:
-        ApplyError: the config's class lacks the field, because `install()` was not called.
+    Raises ApplyError: the config's class lacks the field, because `install()` was not called.
     """
     config = _core_config(model)
     if POLICY_FIELD not in type(config).__dataclass_fields__:
@@ -226,9 +225,8 @@ def pretrain(
         callbacks: Bridge callbacks of your own.
         options: of `auto`; without a plan path the plan goes to the folder of `checkpoint.save`.
 
-    Raises:
-        AutorecomputeError: the policy or plan cannot work; if possible, raised before any model is
-            built.
+    Raises AutorecomputeError: the policy or plan cannot work; if possible, raised before any model
+    is built.
     """
     from megatron.bridge.training.pretrain import pretrain as bridge_pretrain
 

@@ -246,8 +246,7 @@ def with_step(train_step: Function) -> Function:
         if _auto is None:
             return train_step(*args, **named)
         with _auto.step():
-            result = train_step(*args, **named)
-        return result
+            return train_step(*args, **named)
 
     return wrapper
 

@@ -30,8 +30,7 @@ CALLS_KEPT = 8
 def lengths_of(job: Job) -> tuple[list[int], list[float]]:
     """Lengths of samples and their weights; the longest alone if the job states none.
 
-    Raises:
-        OptionError: a file that cannot be read or is empty, or a length above seq_length.
+    Raises OptionError: a file that cannot be read or is empty, or a length above seq_length.
     """
     given = job.sample_lengths
     if isinstance(given, str):
@@ -105,8 +104,8 @@ class Calls:
 def simulated(job: Job) -> Calls:
     """Calls in which every rank takes its part of the global batch, and packs it.
 
-    Raises:
-        OptionError: as `lengths_of`, or a sample longer than the microbatches that are planned for.
+    Raises OptionError: as `lengths_of`, or a sample longer than the microbatches that are planned
+    for.
     """
     lengths, weights = lengths_of(job)
     cap, split = job.max_tokens_per_microbatch, job.size("context")

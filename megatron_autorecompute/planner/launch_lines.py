@@ -71,8 +71,7 @@ def launch_lines(plan: Plan) -> list[str]:
 def job_lines(plan: Plan) -> list[str]:
     """What to paste for the job of a profile made without a device; empty for other profiles.
 
-    Raises:
-        ProfileError: the profile's description of the job cannot be read.
+    Raises ProfileError: the profile's description of the job cannot be read.
     """
     job = plan.profile.model.facts.get("job")
     if job is None:

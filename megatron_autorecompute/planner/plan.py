@@ -155,8 +155,7 @@ class Plan:
     def to_json(self, beside: Mapping[str, Any] | None = None) -> str:
         """JSON text with its digest, checked against the schema.
 
-        Args:
-            beside: further fields, which a reader of plans ignores.
+        beside: further fields, which a reader of plans ignores.
         """
         data = {**json.loads(json_records.to_json(self)), **(beside or {})}
         return json.dumps({**data, DIGEST: json_records.digest(data)}, indent=1) + "\n"

@@ -16,8 +16,6 @@ from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
 from megatron_autorecompute.report.timeline import Timeline, timeline
 
-CURVE_POINTS = 24
-
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -72,7 +70,7 @@ def best_points(
     problem: Problem,
     strategies: Iterable[ManualResult],
     known: Iterable[CurvePoint] = (),
-    num_points: int = CURVE_POINTS,
+    num_points: int = 24,
 ) -> tuple[CurvePoint, ...]:
     """The best policies for some budgets, largest first: for evenly spaced ones, and for what the
     unbeaten strategies need. `pareto` solves them quickly; the step of a plan is searched further.

@@ -102,13 +102,8 @@ def _chunk_strip(policy: RecomputePolicy, chunk: Chunk, symbols: dict[LayerPolic
 
 
 def plan_view(plan: Plan, speed: str = "", *, verbose: bool = False) -> RenderableType:
-    """Header, one row per stage, legend, evidence, the measured step.
-
-    Args:
-        plan: to show.
-        speed: a sentence on bubble and throughput; empty for none.
-        verbose: whether every assumption is listed, or only their number.
-    """
+    """Header with `speed`, a sentence on bubble and throughput; one row per stage, legend,
+    evidence, assumptions (every one if `verbose`, or only their number), the measured step."""
     views = _header(plan, speed), stages_view(plan), _footer(plan, verbose)
     return Group(*views, *measured_step_view(plan))
 

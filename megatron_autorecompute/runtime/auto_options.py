@@ -149,8 +149,7 @@ def budget_bytes(
         available_bytes: device memory less what lies outside torch; None without a device.
         fragmentation_bytes: reserved beyond what was allocated, as measured.
 
-    Raises:
-        InfeasibleError: no budget is given, and there is no device to find it from.
+    Raises InfeasibleError: no budget is given, and there is no device to find it from.
     """
     if options.budget_bytes is not None:
         return options.budget_bytes

@@ -65,8 +65,7 @@ class Calls:
             has no such limit.
         most_microbatches: the most of a plan; a call of more holds no more bytes at any moment.
 
-    Raises:
-        OptionError: max_tokens is no number of tokens.
+    Raises OptionError: max_tokens is no number of tokens.
     """
 
     def __init__(self, max_tokens: int | None, most_microbatches: int) -> None:
@@ -126,9 +125,8 @@ class Calls:
             missed_bytes: by stage, 0 for all but this rank's.
             short_bytes: likewise, how much less memory there is than when it was measured.
 
-        Raises:
-            OptionError: on every rank, if one said lengths for another number of microbatches, or
-                has none.
+        Raises OptionError: on every rank, if one said lengths for another number of microbatches,
+        or has none.
         """
         said, self._said = self._said or [], None
         wrong = num_microbatches is not None and (

@@ -57,8 +57,7 @@ def install() -> None:
     Call it before importing packages that subclass TransformerConfig at import (Megatron Bridge).
     A second call changes nothing; `uninstall()` restores the classes exactly.
 
-    Raises:
-        UnsupportedVersionError: this version of megatron-core is not supported.
+    Raises UnsupportedVersionError: this version of megatron-core is not supported.
     """
     versions.installed()
     if has_field():  # already installed, or in the sources by our patch
@@ -89,8 +88,7 @@ def policy_of(config: TransformerConfig) -> RecomputePolicy | None:
     """The policy in a config's field, or None: there is none, it is still `auto`, or it names
     several blocks, which only the built model has.
 
-    Raises:
-        PolicyError: the value is not a policy, or is one of another length or model.
+    Raises PolicyError: the value is not a policy, or is one of another length or model.
     """
     value = without_file(getattr(config, POLICY_FIELD, None), config)
     if value is None or value == "auto" or names_several_blocks(value):
@@ -121,8 +119,7 @@ def without_file(value: Any, config: TransformerConfig) -> Any:
     """A field's value with what the file says in place of @FILE; a config does so when it is made,
     so that blocks and ranks need no file.
 
-    Raises:
-        PolicyError: the file cannot be read, or is the plan of layers of other sizes.
+    Raises PolicyError: the file cannot be read, or is the plan of layers of other sizes.
     """
     path = named_file(value)
     if path is None:

@@ -59,9 +59,8 @@ class Auto:
     """Finds, applies and watches the policy of one job; every rank makes one in the same way, from
     chunks without a policy.
 
-    Raises:
-        AutorecomputeError: auto cannot measure this config, a policy is in force on the model, no
-            budget can be found, or the plan path cannot be written.
+    Raises AutorecomputeError: auto cannot measure this config, a policy is in force on the model,
+    no budget can be found, or the plan path cannot be written.
     """
 
     def __init__(
@@ -140,9 +139,8 @@ class Auto:
         Calls with `forward_only`, without gradients, or on another model (a critic) pass through:
         they are neither counted nor measured.
 
-        Args:
-            forward_backward: what `get_forward_backward_func()` returned. One that was wrapped
-                before is returned as it is.
+        forward_backward: what `get_forward_backward_func()` returned. One that was wrapped before
+        is returned as it is.
         """
         if getattr(forward_backward, "auto", None) is self:
             return forward_backward
@@ -188,13 +186,11 @@ class Auto:
         Where all ranks say them, the call runs a plan for its own longest microbatch, also above
         `max_tokens`. Otherwise it runs the plan for `max_tokens`.
 
-        Args:
-            tokens: of each microbatch on this rank, as the model is given it: after padding, and
-                after context parallelism has split it; with a vision tower, as its decoder is.
+        tokens: of each microbatch on this rank, as the model is given it: after padding, and after
+        context parallelism has split it; with a vision tower, as its decoder is.
 
-        Raises:
-            OptionError: not a positive number for each microbatch; or this auto knows no lengths,
-                because a training program with one length made it.
+        Raises OptionError: not a positive number for each microbatch; or this auto knows no
+        lengths, because a training program with one length made it.
         """
         if self.job.calls is None:
             raise OptionError("This job's microbatches have one length: there is nothing to say.")
@@ -204,8 +200,7 @@ class Auto:
     def step(self, *, num_microbatches: int | None = None) -> Iterator[None]:
         """Around one training call of the schedule, or one training step, on every rank.
 
-        Args:
-            num_microbatches: how many this call has, if the loop knows; ranks may differ.
+        num_microbatches: how many this call has, if the loop knows; ranks may differ.
 
         Raises:
             ApplyError: this object was closed, an error ended it, or a call runs already.

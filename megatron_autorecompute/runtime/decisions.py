@@ -230,8 +230,7 @@ class Decisions:
         The budget stays the same. Instead, bytes are added to the stage's residual, so that a
         restart, and a plan for other microbatches, count them too.
 
-        Returns:
-            None if no stage that ran short can go lower, and nothing began early.
+        Returns None if no stage that ran short can go lower, and nothing began early.
         """
         lean = self.lean_peaks(plan.profile)
         stages, notes = list(plan.profile.stages), list(plan.notes)

@@ -9,8 +9,7 @@ from pathlib import Path, PurePosixPath
 def free_bytes(root: Path = Path("/")) -> int:
     """The least of what Linux says is available and what every control group (v2) above us leaves.
 
-    Args:
-        root: where `proc` and `sys` lie.
+    root: where `proc` and `sys` lie.
 
     A page cache that nobody uses counts as free, in groups as in `MemAvailable`.
     """

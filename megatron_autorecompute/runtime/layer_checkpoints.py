@@ -71,8 +71,7 @@ def check_beside_offload(policy: RecomputePolicy) -> None:
 def idle_in(layer: Layer, choice: LayerPolicy, index: int) -> Iterator[str]:
     """Kept parts and modules of a choice that a layer does not have.
 
-    Raises:
-        PolicyError: it has one, which cannot run once inside a checkpoint here.
+    Raises PolicyError: it has one, which cannot run once inside a checkpoint here.
     """
     nested = model_layers.nested_layers(layer)
     wanted: list[tuple[str, Any]] = [(name, layer_parts.KEEPS[name]) for name in choice.keep]

@@ -251,9 +251,8 @@ class Measurement:
             times: whether times are measured. Reading bytes makes a step longer, so what is timed
                 in the same step must be what a clock counts, such as operations.
 
-        Raises:
-            ApplyError: on every rank, if on any of them the step was not one forward and one
-                backward of every microbatch, in the order of Megatron's schedule.
+        Raises ApplyError: on every rank, if on any of them the step was not one forward and one
+        backward of every microbatch, in the order of Megatron's schedule.
         """
         if memory is not None:
             self.static_bytes = memory.current_bytes
@@ -335,9 +334,7 @@ class Measurement:
         )
 
     def _check_measurable(self, passes: Sequence[Pass]) -> None:
-        reasons = [
-            reason for reason in self.shard.all_gather(self._not_measurable(passes)) if reason
-        ]
+        reasons = list(filter(None, self.shard.all_gather(self._not_measurable(passes))))
         if reasons:
             raise ApplyError(
                 f"auto cannot measure layers in this training step: {reasons[0]}. Give a policy in "

@@ -37,13 +37,8 @@ communication buffers), and show what the leanest policy needs."""
 
 
 class Measuring:
-    """Measures a job in ordinary steps; every rank makes one in the same way.
-
-    Args:
-        decisions: the decisions of the job.
-        in_force: has the policy in force, switched from step to step.
-        seen: tokens of the running call.
-    """
+    """Measures a job in ordinary steps; every rank makes one in the same way. `in_force` has the
+    policy in force, switched from step to step; `seen` the tokens of the running call."""
 
     def __init__(self, decisions: Decisions, in_force: PlanInForce, seen: SeenTokens) -> None:
         self.decisions, self.shard = decisions, decisions.shard
@@ -80,8 +75,7 @@ class Measuring:
             ended_before: number of earlier starts of this job that ran out of memory while
                 measuring; each halves how many layers leave the leanest policy at once.
 
-        Raises:
-            InfeasibleError: with plan only, the leanest policy needs more than the budget.
+        Raises InfeasibleError: with plan only, the leanest policy needs more than the budget.
         """
         self.job.say("recompute auto: measuring in the first steps, from the leanest policy on")
         if ended_before:
@@ -166,12 +160,9 @@ class Measuring:
             )
 
     def _bytes(self, room: list[int], most_steps: int) -> Steps:
-        """Steps in which layers take turns at every choice, and bytes are read.
-
-        Args:
-            room: how many layers of each stage may leave the leanest choice at once.
-            most_steps: the most steps to run; choices that are left stay unmeasured.
-        """
+        """Steps in which layers take turns at every choice, and bytes are read: `most_steps` at
+        most, and choices that are left stay unmeasured. `room`: how many layers of each stage may
+        leave the leanest choice at once."""
         shown = self.measurement.policies(room=room, most_steps=most_steps)
         yield from self._in_turn(shown, self._read)
 

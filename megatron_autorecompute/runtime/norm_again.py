@@ -35,8 +35,7 @@ class NormAgain:
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the forward, and drop the norm's output.
 
-        Raises:
-            ApplyError: it cannot be told from what else was saved.
+        Raises ApplyError: it cannot be told from what else was saved.
         """
         linear: Any = self._linear()
         forward = self.before or functools.partial(type(linear).forward, linear)
@@ -82,15 +81,11 @@ def _drop(linear: Any, x: torch.Tensor, node: Any) -> None:
     again = functools.partial(_again, linear, x.detach(), size)
     # Somebody else's hooks may be on what is saved, which can have no others: it stays.
     with contextlib.suppress(RuntimeError):
-        handle.register_hooks(_nothing, again)
+        handle.register_hooks(lambda _: None, again)
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _nothing(_: torch.Tensor) -> None:
-    return None
 
 
 def _again(linear: Any, x: torch.Tensor, size: Any, _: None) -> torch.Tensor:

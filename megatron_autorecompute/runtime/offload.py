@@ -290,11 +290,7 @@ class OffloadCounter:
         self._reset()
 
     def keep(self, policy: Sequence[LayerPolicy]) -> None:
-        """Keep what was seen since `begin`.
-
-        Args:
-            policy: the choices that ran, by layer.
-        """
+        """Keep what was seen since `begin`; policy: the choices that ran, by layer."""
         for run in self._seen:
             groups = tuple(group.seen() for group in run.groups)
             self.found = most(self.found, {(run.index, policy[run.index]): groups})

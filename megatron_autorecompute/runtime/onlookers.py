@@ -20,12 +20,8 @@ KNOWN = ("megatron", "megatron_autorecompute", "transformer_engine", "torch", "a
 
 
 class Onlookers:
-    """What may look at the output of a function in a layer.
-
-    Args:
-        layer: what a checkpoint runs.
-        owner: the module or object whose function it is.
-    """
+    """What may look at the output of a function in a layer, which a checkpoint runs; `owner` is the
+    module or object whose function it is."""
 
     def __init__(self, layer: torch.nn.Module, owner: Any) -> None:
         around = list(_around(layer, owner))

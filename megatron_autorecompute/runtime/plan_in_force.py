@@ -215,8 +215,7 @@ def climb(
 
     Returns the plan in force, which kept its budgets for a step.
 
-    Raises:
-        InfeasibleError: with plan only, the leanest policy needs more than the budget.
+    Raises InfeasibleError: with plan only, the leanest policy needs more than the budget.
     """
     budgets = decisions.budgets(profile)
     first = (False, "a plan for half of the slack"), (True, "a plan for all of the slack")

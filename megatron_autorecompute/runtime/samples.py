@@ -114,10 +114,7 @@ class Samples:
             getattr(self, name).extend(getattr(other, name))
 
     def complete(self, timed: bool = True) -> bool:
-        """Whether there is enough for a record.
-
-        timed: whether its times are its own.
-        """
+        """Whether there is enough for a record; timed: whether its times are its own."""
         counted = self.held_bytes and self.forward_level_bytes and self._backward_levels
         return bool(counted and (not timed or (self.forward and self.backward)))
 
@@ -231,10 +228,7 @@ def _is_of_device(one: Reading) -> bool:
 
 
 class _Factors:
-    """How much slower each step was.
-
-    time_of: the time of a reading; None if it has none.
-    """
+    """How much slower each step was; time_of: the time of a reading, None if it has none."""
 
     def __init__(self, seen: SamplesByKey, time_of: Callable[[Reading], float | None]) -> None:
         ways = [way for found in seen.values() for way in (found.forward, found.backward)]

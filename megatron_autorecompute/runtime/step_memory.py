@@ -26,13 +26,8 @@ from megatron_autorecompute.runtime.probe import CudaBytes, Memory
 
 
 class StepMemory:
-    """Reads this rank's bytes, one step after the other.
-
-    Args:
-        chunks: this rank's model chunks.
-        optimizer: Megatron's optimizer on them.
-        without_cuda: whether bytes come from `LiveBytes`, because there is no CUDA allocator.
-    """
+    """Reads the bytes of this rank's model chunks and of Megatron's optimizer on them, one step
+    after the other; `without_cuda` from `LiveBytes`, because there is no CUDA allocator."""
 
     def __init__(
         self,

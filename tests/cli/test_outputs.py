@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_autorecompute.cli import main
-from megatron_autorecompute.cli.command import file, picture
+from megatron_autorecompute.cli.arguments import file, picture
 from megatron_autorecompute.cli.program import COMMANDS, command_of
 
 ROOT = Path(__file__).parents[2]
@@ -90,4 +90,4 @@ def test_every_file_of_a_command_is_one_that_it_reads_or_one_that_it_writes(name
     command.add_arguments(arguments)
     files = {a.dest for a in arguments.added if "." in str(a.metavar).replace("...", "")}
     written = {a.dest for a in arguments.added if a.type in (file, picture)}
-    assert files - written == set(command.reads)
+    assert files - written == set(getattr(command, "READS", ()))

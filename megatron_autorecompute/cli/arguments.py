@@ -1,36 +1,30 @@
-"""What a command is, and the readers of single arguments. Impossible values are wrong usage, which
-argparse reports."""
+"""Flags of several commands, and the readers of single arguments. Impossible values are wrong
+usage, which argparse reports."""
 
 from __future__ import annotations
 
 import math
 import os
-from abc import ABC, abstractmethod
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
 
 from megatron_autorecompute.units import GIB, MOST_GIB
 
 
-class Command(ABC):
-    """One command of `megatron-autorecompute`: its flags, and what it does with them."""
+def add_json(parser: ArgumentParser) -> None:
+    """Add the flag `--json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
-    description: ClassVar[str | None] = None
-    """Text of the command's `--help`, above its flags."""
-    takes_megatron_flags: ClassVar[bool] = False
-    """Whether flags of pretrain_gpt.py may follow `--`; `run` finds them in `megatron_flags`."""
-    reads: ClassVar[tuple[str, ...]] = ()
-    """Names of the arguments that are files it reads: no output may replace one of them."""
 
-    @abstractmethod
-    def add_arguments(self, parser: ArgumentParser) -> None:
-        """Add the command's own flags to its parser."""
+def add_output(parser: ArgumentParser, metavar: str, help: str) -> None:
+    """Add the flag `-o`, which `output_file` reads."""
+    parser.add_argument("-o", "--output", type=file, metavar=metavar, help=help)
 
-    @abstractmethod
-    def run(self, args: Namespace) -> None:
-        """Run the command and print the result; an AutorecomputeError ends the program."""
+
+def add_verbose(parser: ArgumentParser) -> None:
+    """Add the flag `-v`, of commands that also have `--json`."""
+    parser.add_argument("-v", "--verbose", action="store_true", help="list every assumption")
 
 
 def number_of_gib(text: str) -> float:
