@@ -183,28 +183,28 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(if $(filter True,$(HAS_CUDA)),--system-site-packages) $(VENV)
 
 $(LIGHT): pyproject.toml constraints/cpu.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints/cpu.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev]'
 	touch $@
 
 # torch is pinned in the constraints: any other request for it would bring CUDA's packages along.
-# What is imported is compiled then: compiling all of torch takes as long as its installation.
+# What is imported of it is compiled then: compiling all of it takes as long as its installation.
 $(INSTALLED): pyproject.toml constraints/cpu.txt | $(BIN)/python
 ifneq ($(HAS_CUDA),True)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints/cpu.txt torch
 endif
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps megatron-core==0.16.1
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints/cpu.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-deps megatron-core==0.16.1
+	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev]'
 	touch $@
 
 # megatron-core 0.19 and Bridge import it.
 $(TRITON): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps --constraint constraints/cpu.txt triton
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints/cpu.txt triton
 	touch $@
 
 # The 0.19.2 wheel asks for Python 3.12; its sources run on 3.11.
 $(CORE_019): | $(BIN)/python
 	mkdir -p $(SITES)
-	$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-binary megatron-core \
+	$(BIN)/python -m pip install --quiet --no-deps --no-binary megatron-core \
 	    --ignore-requires-python --target $@.part megatron-core==0.19.2
 	mv $@.part $@
 
