@@ -305,14 +305,14 @@ def leanest(problem: StageProblem) -> StageChoice:
     chunk can hold under a peak: begin as if chunks held nothing, let each hold the least with which
     its own moments fit beside the others, and repeat until nothing rises. If the iteration ends,
     these choices fit; if a chunk finds none, nothing fits. Bisection then finds the lowest such
-    peak.
+    peak. Every other time it asks for less than the lowest one so far, which mostly ends it.
     """
     found = _fitting(problem, FAR, np.zeros(len(problem.chunks), np.int64))
     assert found is not None  # without a limit everything fits
     best, figures = found
-    low, high = problem.floor_bytes, _peak_bytes(problem, figures)
+    low, high, less = problem.floor_bytes, _peak_bytes(problem, figures), True
     while low < high:
-        peak = (low + high) // 2
+        peak, less = high - 1 if less else (low + high) // 2, not less
         found = _fitting(problem, peak, figures[:, HELD])
         if found is None:
             low = peak + 1

@@ -34,9 +34,10 @@ from megatron_autorecompute.policy import RecomputePolicy
 
 Chosen = list[tuple[int, ...]]
 """The plans of every stage's chunks."""
-_RELAXATIONS = 28
-"""With half as many a step of 64 interleaved stages is 0.2% longer; with half as many again none of
-`benchmarks/solve_speed.py` is shorter."""
+_RELAXATIONS, _LEAST_RELAXATIONS = 32 * 256**2, 14
+"""The relaxations of a program times its chunks squared, and the least of them; most programs of
+up to 128 chunks need fewer. With half as many of 512 chunks a step is 0.2% longer, with a quarter
+of 128 chunks 0.1%."""
 _AGAIN = 4
 """The number of relaxations after a round; half as many or twice as many change no answer there."""
 _ROUNDS = 2
@@ -56,8 +57,6 @@ longer."""
 _EXCHANGED = 64
 """Exchanges of two chunks that are tried at once. Without exchanges 2 of 16 interleaved steps are
 longer, one by 0.1%."""
-
-
 _LEFT = 2000
 """The most plans that may be better of which the integer program takes one for each chunk."""
 _PROGRAMS = 60
@@ -167,7 +166,7 @@ class StepSearch:
     def go_on(self) -> bool:
         """Search for a shorter step, and raise the bound; whether the best is proven."""
         small = len(self.master.chunks) <= _SMALL
-        self.master.relax(_RELAXATIONS if small else _RELAXATIONS // 2)
+        self.master.relax(max(_LEAST_RELAXATIONS, _RELAXATIONS // len(self.master.chunks) ** 2))
         events = _EVENTS
         for number in range(_ROUNDS if small else 1):
             if number:
