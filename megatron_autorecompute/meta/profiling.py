@@ -117,25 +117,54 @@ def profile_job(
         return profile_lengths(
             job, lambda one: profile_job(one, device, efficiency, progress, clock_type, only)
         )
-    job.layout(), job.schedule()  # refused before anything is built
+    _check(job, device, offload)
+    clock = functools.partial(clock_type, device, _reached(job, efficiency), traffic(job))
+    every = every_choice if only is None else functools.partial(_set_of, only)
+    modules = [names for names in offload if names != (WHOLE_LAYER,)]
+    if modules:
+        every = functools.partial(_with_offload, every, modules)
+    profile, counted = _model(job, clock, every, progress)
+    kinds = tuple(with_inert_offload(kind, modules) for kind in with_inert(profile.kinds))
+    kinds, refused = _beside_graphs(job, kinds, clock, progress)
+    end_ms = longest_end_ms(job, device, efficiency, counted.parameters_of_stages(), kinds)
+    profile = replace(
+        profile,
+        kinds=kinds,
+        step_end_ms=profile.step_end_ms + end_ms,
+        host_link=device.host_link,
+        fingerprint=_fingerprint(job, device, efficiency),
+        assumptions=(*assumed(job, device, efficiency), *refused),
+    )
+    profile = with_whole_layers(job, profile) if len(modules) < len(offload) else profile
+    if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
+        return replace(profile, assumptions=(*profile.assumptions, device.assumed_of_host))
+    return profile
+
+
+def _check(job: Job, device: Device, offload: Sequence[tuple[str, ...]]) -> None:
+    """Refuse what cannot be profiled before anything is built."""
+    job.layout(), job.schedule()
     check_fields(job)
     device.check(job.precision)
-    reached = efficiency
-    if job.resolved.attention_backend == "flash":
-        reached = efficiency.scaled("attention", efficiency.flash)
-        reached = reached.scaled("attention_backward", efficiency.flash)
-    if job.graphs.of_iteration:
-        reached = reached.with_host(0)  # one graph starts everything
-    clock = functools.partial(clock_type, device, reached, traffic(job))
-    every = every_choice if only is None else functools.partial(_set_of, only)
     for modules in offload:
         rules.check_known(LayerPolicy(offload=modules), f"offload {'+'.join(modules)}")
-    whole_layers = (WHOLE_LAYER,) in offload
-    offload = [modules for modules in offload if modules != (WHOLE_LAYER,)]
-    if whole_layers:
+    if (WHOLE_LAYER,) in offload:
         check_whole_layers(job)
-    if offload:
-        every = functools.partial(_with_offload, every, offload)
+
+
+def _reached(job: Job, efficiency: Efficiency) -> Efficiency:
+    """What the job's own kernels and graphs reach."""
+    if job.resolved.attention_backend == "flash":
+        efficiency = efficiency.scaled("attention", efficiency.flash)
+        efficiency = efficiency.scaled("attention_backward", efficiency.flash)
+    return efficiency.with_host(0) if job.graphs.of_iteration else efficiency
+
+
+def _model(
+    job: Job, clock: Callable[[], Roofline], every: ChoicesOf, progress: Progress
+) -> tuple[Profile, Counted]:
+    """What the shards show of the whole model, and what is counted of its stages. The step's end is
+    only what EP overlap cannot hide."""
     decoder, whole = _decoder_and_whole(job, clock, every, progress)
     mtp = tuple(kind for kind in whole.kinds if min(kind.layers) >= job.num_layers)
     kinds = (*(k for k in decoder.kinds if min(k.layers) < job.num_layers), *mtp)
@@ -156,26 +185,13 @@ def profile_job(
         stages=tuple(counted.stage(*parts) for parts in parts_of_stages(job)),
         embedding_static=counted.embedding,
         head_static=counted.head,
+        step_end_ms=alone_ms,
         deallocate_pipeline_outputs=job.resolved.deallocate_pipeline_outputs,
         overlap_p2p_comm=job.resolved.overlap_p2p_comm,
         deferred=deferred_output_layer(job),
         graph_of_iteration=job.graphs.of_iteration,
-        host_link=device.host_link,
-        fingerprint=_fingerprint(job, device, efficiency),
-    ).each_record(functools.partial(_modelled, job))
-    kinds = tuple(with_inert_offload(kind, offload) for kind in with_inert(profile.kinds))
-    kinds, refused = _beside_graphs(job, kinds, clock, progress)
-    end_ms = longest_end_ms(job, device, efficiency, counted.parameters_of_stages(), kinds)
-    profile = replace(
-        profile,
-        kinds=kinds,
-        step_end_ms=alone_ms + end_ms,
-        assumptions=(*assumed(job, device, efficiency), *refused),
     )
-    profile = with_whole_layers(job, profile) if whole_layers else profile
-    if any(record.offload_groups for kind in profile.kinds for record in kind.choices):
-        return replace(profile, assumptions=(*profile.assumptions, device.assumed_of_host))
-    return profile
+    return profile.each_record(functools.partial(_modelled, job)), counted
 
 
 def _refuse_together(job: Job, offload: Sequence[Sequence[str]]) -> None:

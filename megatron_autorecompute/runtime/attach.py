@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -76,11 +76,10 @@ def attach(
             given different max_tokens. If one rank has the error, all ranks raise it.
         AutorecomputeError: as `Auto`.
     """
-    num_microbatches: Callable[[], int] = get_num_microbatches
+    unit = _Unit(get_num_microbatches)
     with _on_all_ranks(max_tokens, plan_path, allow_offload):
         chunks = _chunks(model_chunks)
         config = model_layers.unwrapped(chunks[0]).config
-        calls = None
         if program is None:
             options = _Arguments(
                 recompute_memory_budget_gib=budget_gib,
@@ -89,15 +88,10 @@ def attach(
                 recompute_choices=recompute_choices,
                 recompute_allow_offload=allow_offload is not None,
             )
-            # Where calls differ, a layer's costs are lines in tokens: those of one long sample.
-            samples, tokens = 1, 1
-            if allow_offload is None:
-                calls = Calls(max_tokens, 2 * _fewest_microbatches(config, len(chunks)))
-                num_microbatches = calls.num_microbatches
-            else:
-                samples, tokens = _sizes(allow_offload, max_tokens)
-                num_microbatches = functools.partial(int, allow_offload.num_microbatches)
-            program = Program(options=options, micro_batch_size=samples, seq_length=tokens)
+            unit = _unit(allow_offload, max_tokens, _fewest_microbatches(config, len(chunks)))
+            program = Program(
+                options=options, micro_batch_size=unit.samples, seq_length=unit.tokens
+            )
         if not callable(say):
             raise OptionError(f"say={say!r}: give a function that takes a text, such as print.")
         if not replace_recompute:
@@ -105,11 +99,11 @@ def attach(
     put_back = _replaced(chunks) if replace_recompute else lambda: None
     job = JobFacts(
         parallelism=_parallelism(config, program),
-        num_microbatches=num_microbatches,
+        num_microbatches=unit.num_microbatches,
         say=lambda text: say(text) if is_first_rank() else None,
         **{each.name: getattr(program, each.name) for each in fields(Reporting)},
         without_cuda=not torch.cuda.is_available(),
-        calls=calls,
+        calls=unit.calls,
         on_close=put_back,
     )
     try:
@@ -148,10 +142,23 @@ def _chunks(given: Any) -> list[torch.nn.Module]:
     return chunks
 
 
-def _sizes(calls: FixedCalls, max_tokens: int | None) -> tuple[int, int]:
-    if not isinstance(calls, FixedCalls):
+class _Unit(NamedTuple):
+    """What a training call has."""
+
+    num_microbatches: Callable[[], int]
+    calls: Calls | None = None
+    """Where calls differ. Then a layer's costs are lines in tokens: those of one long sample."""
+    samples: int = 1
+    tokens: int = 1
+
+
+def _unit(alike: FixedCalls | None, max_tokens: int | None, fewest_microbatches: int) -> _Unit:
+    if alike is None:
+        calls = Calls(max_tokens, 2 * fewest_microbatches)
+        return _Unit(calls.num_microbatches, calls)
+    if not isinstance(alike, FixedCalls):
         raise OptionError(
-            f"allow_offload={calls!r:.80}: say what every training call has, as "
+            f"allow_offload={alike!r:.80}: say what every training call has, as "
             "FixedCalls(num_microbatches=8, micro_batch_size=1, seq_length=8192), or leave it out."
         )
     if max_tokens is not None:
@@ -159,7 +166,8 @@ def _sizes(calls: FixedCalls, max_tokens: int | None) -> tuple[int, int]:
             "attach() was given max_tokens, for calls that differ, and allow_offload, for calls "
             "that are all alike. Leave one of them out."
         )
-    return calls.micro_batch_size, calls.seq_length
+    microbatches = functools.partial(int, alike.num_microbatches)
+    return _Unit(microbatches, None, alike.micro_batch_size, alike.seq_length)
 
 
 @contextmanager
