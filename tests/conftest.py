@@ -25,6 +25,11 @@ settings.load_profile("no_deadline")
 # A shell's background job starts with SIGINT ignored, which every child would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# A thread of gloo's that is woken would stop the one that wakes it, and spin for the lock that this
+# one holds.
+if hasattr(os, "SCHED_BATCH"):
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
 
 @contextlib.contextmanager
 def _forking():

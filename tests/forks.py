@@ -15,6 +15,7 @@ Each rank is a fork of that process, with the environment torchrun would give it
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import random
@@ -81,6 +82,8 @@ def serve(prepare: Callable[[], None], main: Callable[[dict[str, Any]], None]) -
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what imports print is no answer
     prepare()
+    gc.collect()
+    gc.freeze()  # what was imported need not be looked through, and copied, in every rank
     for line in sys.stdin:
         told = json.loads(line)
         print(json.dumps(_ended(main, told["jobs"], told["timeout_s"])), file=answers, flush=True)

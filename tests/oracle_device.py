@@ -71,6 +71,8 @@ class Device(TorchDispatchMode):
         self.is_quiet = True
         self._host_factor = self._kernel_factor = self._drift = 1.0
         self._pending = deque(maxlen=QUEUE)
+        self._ran = []
+        """What a step asked of host and device, in order."""
         self._sorts = {}
         self._fixed_ms, self._per_flop, self._per_byte = (
             base * self._rng.uniform(0.5, 1.5) for base in (0.004, 1e-8, 2e-8)
@@ -111,10 +113,12 @@ class Device(TorchDispatchMode):
         return work
 
     def _spend(self, ms):
+        self._ran.append((self._spend, ms))
         self.host_ms += ms * self._host_factor
         self.launched_ms += ms
 
     def _launch(self, work_ms):
+        self._ran.append((self._launch, work_ms))
         if len(self._pending) == QUEUE:
             self.host_ms = max(self.host_ms, self._pending[0])
         took_ms = work_ms * self.kernel_scale * self._kernel_factor
@@ -125,6 +129,7 @@ class Device(TorchDispatchMode):
     # --- what waits for it ---
 
     def synchronize(self, *_):
+        self._ran.append((self.synchronize, None))
         self.host_ms = max(self.host_ms, self.device_ms)
 
     def sleep(self, cycles):
@@ -156,9 +161,22 @@ class Device(TorchDispatchMode):
         self._draw()
         self.synchronize()
         begin_ms = self.host_ms
+        self._ran.clear()
         step()
         self.synchronize()
         return self.host_ms - begin_ms
+
+    def last_step(self):
+        """The last step to be taken again, with nothing computed: it takes what the step itself
+        would, as all figures follow from what it asked for. Not of steps in which events are
+        recorded or the allocator is read."""
+        ran = tuple(self._ran)
+
+        def again():
+            for asked, value in ran:
+                asked(value)
+
+        return again
 
     def _draw(self):
         """A quiet step is an undisturbed one on the host as it has become."""

@@ -13,8 +13,11 @@ from tests.forks import Forks, free_port
 
 RECIPE = "tests/bridge/recipes.py:"
 LLAMA, MOE = RECIPE + "tiny_llama_pretrain_config", RECIPE + "tiny_moe_pretrain_config"
-STEPS = "train.train_iters=20"
-AUTO = ("model.recompute_policy=auto", "--recompute-memory-budget-gib")
+NUM_STEPS = 14
+STEPS = f"train.train_iters={NUM_STEPS}"
+FEWER = ("--recompute-measure-steps", "8")
+"""The fewest in which every phase of measuring has one."""
+AUTO = ("model.recompute_policy=auto", *FEWER, "--recompute-memory-budget-gib")
 
 LAUNCHED = "megatron_autorecompute.bridge_pretrain"
 ENVIRONMENT = {**os.environ, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
@@ -55,7 +58,7 @@ def learned(output):
     """Loss and gradient norm of every step as printed, and the digest of all weights."""
     losses = re.findall(r"iteration +\d+/.*lm loss: (\S+) .*grad norm: (\S+)", output)
     weights = sorted(re.findall(r"weights of rank \d+: \S+", output))
-    assert len(losses) == 20
+    assert len(losses) == NUM_STEPS
     assert weights
     return losses, weights
 
@@ -97,7 +100,7 @@ def test_auto_measures_decides_and_learns_the_same_bits(without, fork, tmp_path)
 def test_plan_only_prints_the_plan_and_stops(fork, tmp_path):
     save = f"checkpoint.save={tmp_path}"
     output = fork(LLAMA, *AUTO, "1", "--recompute-plan-only", save)
-    assert "iteration       20/" not in output
+    assert f"iteration {NUM_STEPS:8}/" not in output
     assert "ms a step" in output
     assert (tmp_path / "recompute-plan.json").exists()
 

@@ -18,6 +18,8 @@ from tests.hybrid_models import HAVE_HYBRID
 TEXT = Path(__file__).parents[2].joinpath("LICENSE").read_bytes()
 SHAPE = Shape(**layers(4), hidden_size=64, num_attention_heads=8, seq_length=64, num_microbatches=2)
 STEPS = 20
+FEW = {"measure_steps": 4, "steps": 11}
+"""Of a job that is to have a plan, whatever it has measured."""
 BUDGET_GIB = 0.0032 if HAVE_HYBRID else 0.0048
 """Between what full recompute and no recompute need on the first stage: of a HybridModel 0.0027 and
 0.0037, of a GPTModel 0.0036 and 0.0066."""
@@ -259,11 +261,15 @@ def restarted(shape, path, microbatches=SHAPE.num_microbatches):
 def test_a_plan_of_another_job_is_said_to_be_and_measured_anew(auto, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(auto[0].read_text())
-    ranks = run_ranks(trained, 2, replace(SHAPE, hidden_size=32), str(path))
+    ranks = run_ranks(with_few, 2, replace(SHAPE, hidden_size=32), str(path))
     assert "Changed: " in ranks[0]["said"][0]
     assert "hidden_size: 64, now 32" in ranks[0]["said"][0]
     assert ranks[0]["policies"][0] == "full*4"
     assert Plan.load(path).profile.fingerprint["hidden_size"] == "32"
+
+
+def with_few(shape, *args):
+    return trained(shape, *args, **FEW)
 
 
 def _with_first_choice(text, choice):
@@ -304,7 +310,7 @@ def test_an_unwritable_plan_path_is_an_error_before_training():
 def test_out_of_memory_ends_the_job_and_a_restart_begins_with_less(tmp_path, fails_in):
     path = tmp_path / "plan.json"
     with pytest.raises(RankError, match="OutOfMemoryError: the enforced budget is used up"):
-        run_ranks(trained, 2, SHAPE, str(path), BUDGET_GIB, fails_in)
+        run_ranks(with_few, 2, SHAPE, str(path), BUDGET_GIB, fails_in)
     left = Plan.load(path)
     assert any("stage 0 short of memory, went down" in note for note in left.notes)
     low, high = left.cost.stages[0].peak_high_bytes, left.budget_bytes[0]
@@ -325,32 +331,35 @@ def test_a_job_that_runs_out_of_memory_before_it_has_a_plan_tells_the_next_one(t
     with pytest.raises(RankError, match="OutOfMemoryError: nothing is left in this step"):
         run_ranks(ending_while_it_measures, 2, SHAPE, str(path), timeout_s=60)
     (left,) = tmp_path.iterdir()
-    ranks = run_ranks(trained, 2, SHAPE, str(path))
+    ranks = run_ranks(with_few, 2, SHAPE, str(path))
     assert any("1 job(s) before this one ran out of memory" in line for line in ranks[0]["said"])
     assert not left.exists()
     assert Plan.load(path).policy.format() == ranks[0]["policies"][-1]
 
 
+GROWS_AT = 8
+
+
 def ramp_up(step):
-    return 1 if step < 17 else 2
+    return 1 if step < GROWS_AT else 2
 
 
 @pytest.mark.newest_version
 def test_more_microbatches_in_flight_are_planned_for_before_they_come(tmp_path):
     ranks = run_ranks(ramped, 2, SHAPE, str(tmp_path / "plan.json"))
     policies, peaks = ranks[0]["policies"], ranks[0]["peaks"]
-    assert policies[16] != policies[17]
+    assert policies[GROWS_AT - 1] != policies[GROWS_AT]
     assert any("2 microbatches" in line for line in ranks[0]["said"])
     assert max(peaks) <= BUDGET_GIB * (1 << 30)
 
 
 def ramped(shape, path):
-    return trained(shape, path, microbatches=ramp_up)
+    return trained(shape, path, microbatches=ramp_up, **FEW)
 
 
 def plan_only(shape):
     try:
-        trained(shape, plan_only=True)
+        trained(shape, plan_only=True, **FEW)
     except SystemExit as ended:
         return ended.code
     return "trained on"
@@ -396,7 +405,7 @@ def killed_at(moment, rank, store, plan_path):
     # Past the check that the path can be written, which comes before training.
     setattr(owner, name, deadly)
     with without_cuda.activate():
-        trained(SHAPE, plan_path)
+        trained(SHAPE, plan_path, **FEW)
 
 
 @pytest.mark.newest_version
