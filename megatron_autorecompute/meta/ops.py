@@ -212,6 +212,19 @@ _LIBRARY.define("generator_states() -> ()")
 _LIBRARY.impl("generator_states", lambda: None, "CompositeExplicitAutograd")
 generator_states = torch.ops.megatron_autorecompute.generator_states
 """A checkpoint reads or sets the states of all random generators: the host alone is busy."""
+_LIBRARY.define("host_operations(int count) -> ()")
+_LIBRARY.impl("host_operations", lambda count: None, "CompositeExplicitAutograd")
+host_operations = torch.ops.megatron_autorecompute.host_operations
+"""So many operations of torch that start no kernel."""
+concatenated = _define(
+    "concatenated(Tensor largest, int rows) -> Tensor",
+    lambda largest, rows: largest.new_empty(rows, *largest.shape[1:]),
+)
+"""torch's `cat` of views of one tensor, of which the largest counts as read."""
+OF_HOST = ("generator_states", "host_operations")
+"""These start no kernel."""
+OF_TORCH = (*OF_HOST, "concatenated")
+"""These are no modules in Python."""
 
 MAIN_STREAM, DDP_STREAM, CONTEXT_PARALLEL_STREAM = range(3)
 """The streams of a device. torch's allocator has blocks of its own for each."""

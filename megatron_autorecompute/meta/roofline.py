@@ -4,7 +4,7 @@ docs/decisions/time-model.md says."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,7 +96,6 @@ class Links:
 
 _PRECISIONS = ("bf16", "fp8", "fp4")
 _ASYNC = "async_op"
-_OF_HOST = "generator_states"
 TAKEN_BY_NCCL = 1 - 1.18 / 2.08
 """Share of a collective's time that a product beside it loses: on A100 one took 2.08 ms beside an
 all-gather of NCCL's, and 1.18 alone (NVIDIA/nccl issue 1428)."""
@@ -177,10 +176,11 @@ class Roofline(TorchDispatchMode):
         if func.namespace == "c10d":
             self._add_collective(func, name, args)
             return result
-        python = func.namespace == ops.NAMESPACE and name != _OF_HOST
+        python = func.namespace == ops.NAMESPACE and name not in ops.OF_TORCH
         reached = self.efficiency
-        self.host_seconds += 1e-6 * (reached.module_us if python else reached.host_us)
-        if name != _OF_HOST and "empty" not in name:
+        for _ in range(args[0] if name == "host_operations" else 1):
+            self.host_seconds += 1e-6 * (reached.module_us if python else reached.host_us)
+        if name not in ops.OF_HOST and "empty" not in name:
             self._add_kernel(func, name, args, kwargs or {}, result)
         return result
 
@@ -296,14 +296,15 @@ def _moved_bytes(
 ) -> int:
     """Bytes that an operation reads and writes of its operands, without what it leaves alone."""
     written = sum(outputs.values())
-    others = {key: size for key, size in inputs.items() if key not in _storages(args[:1])}
     if name in _PICKED:
-        return sum(others.values()) + 2 * written
-    if name in _PUT and isinstance(args[_PUT[name]], torch.Tensor):
-        return sum(others.values()) + 2 * sum(_storages(args[_PUT[name]]).values())
-    if name == "baddbmm" and kwargs.get("beta") == 0:
-        return sum(others.values()) + written
-    return sum(inputs.values()) + written
+        moved = 2 * written
+    elif name in _PUT and isinstance(args[_PUT[name]], torch.Tensor):
+        moved = 2 * sum(_storages(args[_PUT[name]]).values())
+    elif name == "baddbmm" and kwargs.get("beta") == 0:
+        moved = written
+    else:
+        return sum(inputs.values()) + written
+    return moved + sum(inputs[key] for key in inputs.keys() - _storages(args[:1]))
 
 
 def _experts(name: str, args: Any) -> torch.Tensor | None:
@@ -314,22 +315,19 @@ def _experts(name: str, args: Any) -> torch.Tensor | None:
 
 
 def _storages(operands: Any) -> dict[int, int]:
-    """The most bytes that one of the tensors spans in each storage."""
+    """The most bytes that one of the tensors spans in each storage; tree_iter would take a third of
+    a profile's time."""
     found: dict[int, int] = {}
-    for tensor in _tensors(operands):
-        storage = tensor.untyped_storage()
-        spanned = min(tensor.numel() * tensor.element_size(), storage.nbytes())
-        found[storage._cdata] = max(found.get(storage._cdata, 0), spanned)
+    left = [operands]
+    while left:
+        operand = left.pop()
+        if isinstance(operand, torch.Tensor):
+            storage = operand.untyped_storage()
+            spanned = min(operand.numel() * operand.element_size(), storage.nbytes())
+            found[storage._cdata] = max(found.get(storage._cdata, 0), spanned)
+        elif isinstance(operand, (list, tuple)):
+            left += operand
     return found
-
-
-def _tensors(operands: Any) -> Iterator[torch.Tensor]:
-    """Tensors among an operation's operands; tree_iter would take a third of a profile's time."""
-    if isinstance(operands, torch.Tensor):
-        yield operands
-    elif isinstance(operands, (list, tuple)):
-        for operand in operands:
-            yield from _tensors(operand)
 
 
 def _argument(func: Any, args: Any, name: str) -> Any:

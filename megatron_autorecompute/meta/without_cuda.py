@@ -37,7 +37,9 @@ from megatron_autorecompute.meta.ops import (
     Gradients,
     Ran,
     Saved,
+    concatenated,
     generator_states,
+    host_operations,
     kernel_with_backward,
 )
 from megatron_autorecompute.patched import patched, unchanged_environ
@@ -397,9 +399,21 @@ def _even_routing(device: torch.device) -> Iterator[Patch]:
         with patched(torch.Tensor, "masked_select", _select(int(num_out_tokens))):
             return original_permute(*args, num_out_tokens=int(num_out_tokens), **kwargs)
 
+    original_sort = module.sort_chunks_by_idxs
+
+    @functools.wraps(original_sort)
+    def sort(
+        input: torch.Tensor, split_sizes: Any, sorted_idxs: Any, probs: Any = None, **how: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if how.get("fused"):
+            return cast(Any, original_sort(input, split_sizes, sorted_idxs, probs, **how))
+        sizes = split_sizes.tolist()
+        return _sorted(input, sizes), None if probs is None else _sorted(probs, sizes)
+
     yield to_all, "preprocess", preprocess
     yield gathering, "dispatch_postprocess", dispatch_postprocess
     yield module, "permute", permute
+    yield module, "sort_chunks_by_idxs", sort
 
 
 def _even_map(config: Any, like: torch.Tensor) -> torch.Tensor:
@@ -437,6 +451,20 @@ def _left(source: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     if not source.is_contiguous():  # what is copied is contiguous
         torch.empty_like(source, memory_format=torch.contiguous_format)
     return source.shape, source.dtype
+
+
+def _sorted(rows: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Chunks of rows in another order, of which there are hundreds: what a view of each and `cat`
+    take, and in the backward a slice for each and `cat`."""
+
+    def run(rows: torch.Tensor) -> Ran:
+        return concatenated(rows[: max(sizes)], len(rows)), (), backward
+
+    def backward(_: Saved, gradient: torch.Tensor) -> Gradients:
+        host_operations(len(sizes) - 1)
+        return run(gradient)[:1]
+
+    return cast(torch.Tensor, kernel_with_backward(run, rows))
 
 
 def _select(count: int) -> Callable[[torch.Tensor, torch.Tensor], Any]:
