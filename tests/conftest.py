@@ -22,6 +22,15 @@ settings.register_profile(
 )
 settings.load_profile("no_deadline")
 
+# Until all is imported nothing is garbage, and later none of that need be looked through.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
 # A shell's background job starts with SIGINT ignored, which every child would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
