@@ -38,15 +38,19 @@ IMPORTED = (
     "megatron_autorecompute.runtime.controller",
     "megatron_autorecompute.report.terminal",
     "rich.table",
+    "megatron_autorecompute.meta.model",
     "highspy",
     "scipy.optimize",
+    "pytest",
+    "hypothesis",
 )
-"""And all that they import, torch among it."""
+"""And all that they import, torch among it; the last two because modules of tests import them, of
+which every rank imports one."""
 
 
 def fresh_processes() -> Any:
     """The multiprocessing context for children: forked from a process that has done nothing but
-    import torch and Megatron, which would take each of them seconds."""
+    import what is `IMPORTED`, which would take each of them seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*IMPORTED, __name__])
     return context
