@@ -36,7 +36,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A thread of gloo's that is woken would stop the one that wakes it, and spin for the lock that this
 # one holds.
-if hasattr(os, "SCHED_BATCH"):
+with contextlib.suppress(AttributeError, OSError):  # where there is no such thing, or it is refused
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 

@@ -157,7 +157,9 @@ def _reached(job: Job, efficiency: Efficiency) -> Efficiency:
     if job.resolved.attention_backend == "flash":
         efficiency = efficiency.scaled("attention", efficiency.flash)
         efficiency = efficiency.scaled("attention_backward", efficiency.flash)
-    return efficiency.with_host(0) if job.graphs.of_iteration else efficiency
+    if job.graphs.of_iteration:
+        return efficiency.with_host(0)  # one graph starts everything
+    return efficiency
 
 
 def _model(

@@ -178,8 +178,8 @@ class Roofline(TorchDispatchMode):
             return result
         python = func.namespace == ops.NAMESPACE and name not in ops.OF_TORCH
         reached = self.efficiency
-        for _ in range(args[0] if name == "host_operations" else 1):
-            self.host_seconds += 1e-6 * (reached.module_us if python else reached.host_us)
+        count = args[0] if func is ops.host_operations.default else 1
+        self.host_seconds += 1e-6 * count * (reached.module_us if python else reached.host_us)
         if name not in ops.OF_HOST and "empty" not in name:
             self._add_kernel(func, name, args, kwargs or {}, result)
         return result
