@@ -135,6 +135,8 @@ CASES = (
     Case(512, 4, 8, 16, 2),
     Case(512, 16, 8, 16),
     Case(512, 32, 8, 16, 2),
+    # Twice the layers and stages of any other.
+    Case(1024, 128, 4, 16, 2),
     # Microbatches.
     Case(32, 4, 2),
     Case(32, 4, 2, microbatches=1 << 16),

@@ -23,6 +23,7 @@ from pydantic import Field
 from megatron_autorecompute import json_records
 from megatron_autorecompute.block_names import MEGATRON
 from megatron_autorecompute.errors import AutorecomputeError, ProfileError
+from megatron_autorecompute.planner.cost.copies import host_link
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
 from megatron_autorecompute.planner.cost.schedule import Schedule
@@ -35,21 +36,25 @@ from megatron_autorecompute.planner.search.manual import (
 )
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.planner.search.solution import (
+    Solution,
     StageEvidence,
     StepEvidence,
     simpler_within_errors,
     stage_evidence,
 )
-from megatron_autorecompute.planner.search.solve import WITH_OFFLOAD, bought, solve
+from megatron_autorecompute.planner.search.solve import solve
 from megatron_autorecompute.planner.search.stage_problem import EARLY
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Bytes, Choice, Profile, Version
+from megatron_autorecompute.units import gib
 
 SCHEMA_VERSION = 1
 DIGEST = "digest"
 """Additional field of a plan file: the digest of everything else in it, as it was written."""
 TOLERANCE = 1e-9
 """How far a time may be from the same sum on another machine, as a share of it."""
+WITH_OFFLOAD = "With offload"
+"""How the sentence begins that says what offload gains."""
 NOTHING_PROVEN = StepEvidence(None, None)
 BudgetBytes = Annotated[int, Field(gt=0, le=1 << 60)]
 
@@ -218,7 +223,7 @@ def make_plan(
     fastest = solve(problem)
     manual = best_manual(problem)
     solution, gave_way = simpler_within_errors(problem, fastest, manual)
-    gains = [bought(problem, solution)] if may_offload(problem) else []
+    gains = [_bought(problem, solution)] if may_offload(problem) else []
     return Plan(
         recompute_policy=tuple(solution.policy.to_config()),
         layout=problem.layout,
@@ -257,6 +262,21 @@ def _result(manual: ManualStrategy | None) -> ManualResult | None:
     if manual is None:
         return None
     return ManualResult(manual.name, manual.cost.step_ms, manual.cost.peak_high_bytes, True)
+
+
+def _bought(problem: Problem, solution: Solution) -> str:
+    """The sentence that says what offload gains at these budgets."""
+    cost, plain_ms, link = solution.cost, solution.without_offload_ms, host_link(problem.profile)
+    if plain_ms is None or not any(stage.host_bytes for stage in cost.stages):
+        return f"{WITH_OFFLOAD} nothing faster was found at these budgets: the plan has none."
+    host = gib(max(stage.host_bytes for stage in cost.stages))
+    plain = "nothing fits" if math.isinf(plain_ms) else f"{plain_ms:,.1f} ms"
+    return (
+        f"{WITH_OFFLOAD} the step takes {cost.step_ms:,.1f} ms, of which it waits "
+        f"{cost.stall_ms:,.1f} ms for copies, and takes {host} GiB of host memory per device; "
+        f"without it {plain}, at these budgets, with {link.to_host_gb_per_s:g} GB/s to host "
+        f"memory and {link.to_device_gb_per_s:g} GB/s back."
+    )
 
 
 # --- what a file says against what its profile gives ----------------------------------------------

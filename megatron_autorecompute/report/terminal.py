@@ -17,9 +17,8 @@ from megatron_autorecompute.planner.cost.layout import Chunk
 from megatron_autorecompute.planner.cost.peak_memory import stage_base
 from megatron_autorecompute.planner.cost.policy_cost import StageCost, evaluate
 from megatron_autorecompute.planner.cost.step_interval import COVERS
-from megatron_autorecompute.planner.plan import ManualResult, Plan
+from megatron_autorecompute.planner.plan import WITH_OFFLOAD, ManualResult, Plan
 from megatron_autorecompute.planner.search.curve import CurvePoint
-from megatron_autorecompute.planner.search.solve import WITH_OFFLOAD
 from megatron_autorecompute.policy import FULL, NONE, LayerPolicy, RecomputePolicy
 from megatron_autorecompute.profile import MeasuredStep, Profile, RankStep
 from megatron_autorecompute.report.words import binds, proof

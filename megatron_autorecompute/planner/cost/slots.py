@@ -125,13 +125,13 @@ class Block:
         """
         ends = table.reshape(-1, table.shape[-1])
         events = self._events(forward.shape[1])
-        start = table[self.lookback :] - _by_event(forward, backward)[events]
+        start = table[self.lookback :] - _by_event(forward, backward).take(events, 0)
         found = np.broadcast_to(self.before[..., None], start.shape)
         for each in (self.taken, self.made):
             elsewhere = (each % self.shape[1] != np.arange(self.shape[1]))[..., None]
-            found = np.where(elsewhere & (ends[each] == start), each[..., None], found)
+            found = np.where(elsewhere & (ends.take(each, 0) == start), each[..., None], found)
         if own_first:
-            found = np.where(ends[self.before] == start, self.before[..., None], found)
+            found = np.where(ends.take(self.before, 0) == start, self.before[..., None], found)
         return found
 
 

@@ -118,6 +118,16 @@ class _Recorded:
         self.single = tuple(filter(self._of_one_layer, self.planned))
         """What `CostTable.choices` says."""
 
+    def what_runs(self, choice: LayerPolicy) -> LayerPolicy:
+        """As of `CostTable`."""
+        if choice.granularity != "selective" or choice.in_time in self.records:
+            return choice
+        modules = tuple(module for module in choice.modules if module in self.modules)
+        own = replace(choice, modules=modules, offload=()) if modules else NONE
+        record = self.records.get(own.in_time)
+        found = own if record is None else record.policy
+        return replace(found, offload=choice.offload, rerun_all=choice.rerun_all)
+
     def _of_one_layer(self, choice: LayerPolicy) -> bool:
         needless = choice.rerun_all and replace(choice, rerun_all=False) in self.planned
         return choice.group == 1 and choice != WHOLE and not needless
@@ -200,17 +210,11 @@ class CostTable:
         """Layers of the stack inside an MTP depth that the profile has choices for."""
         return max((c.inner for own in self._of_kinds for c in own.records), default=0)
 
-    def what_runs(self, layer: int, choice: LayerPolicy) -> LayerPolicy:
-        """What Megatron runs on a layer when a setting is given to all layers: without modules that
+    def what_runs(self, choice: LayerPolicy) -> RecomputePolicy:
+        """What Megatron runs when a setting is given to all layers: on each without modules that
         are in none of its kind's records, such as `moe` on a dense layer."""
-        if choice.granularity != "selective" or self.record(layer, choice) is not None:
-            return choice
-        has = self._of_layers[layer].modules
-        modules = tuple(module for module in choice.modules if module in has)
-        own = replace(choice, modules=modules, offload=()) if modules else NONE
-        record = self.record(layer, own)
-        found = own if record is None else record.policy
-        return replace(found, offload=choice.offload, rerun_all=choice.rerun_all)
+        known = {own.kind.name: own.what_runs(choice) for own in self._of_kinds}
+        return RecomputePolicy(tuple(known[own.kind.name] for own in self._of_layers))
 
     def names(self, layer: int, choice: LayerPolicy) -> frozenset[LayerPolicy]:
         """A choice, and the inert choices that equal it on this layer."""

@@ -120,8 +120,7 @@ def manual_policy(problem: Problem, setting: MegatronStrategy) -> RecomputePolic
     chunks, depth = _counted(problem), problem.table.depth_layers
     policy = setting.policy(problem.profile.num_layers, chunks, depth)
     if setting.modules:
-        choices = enumerate(policy.layers)
-        policy = RecomputePolicy(tuple(problem.table.what_runs(*pair) for pair in choices))
+        policy = problem.table.what_runs(policy.layers[0])
     bias = has_linear_bias(problem.profile)
     if any(runs_forever(choice, bias) for choice in {run.policy for run in policy.runs()}):
         raise PolicyError(f"{setting}: {RUNS_FOREVER}.")

@@ -38,8 +38,6 @@ from megatron_autorecompute.profile import ChoiceRecord, LayerKind
 from megatron_autorecompute.units import gib, gib_needed
 from megatron_autorecompute.work_order import contains
 
-WITH_OFFLOAD = "With offload"
-"""How the sentence begins that says what offload gains."""
 _PRICES = (0.01, 3.0)
 """Shares of a copy's time that count as the layer's own: what may stay does; and fewer copies."""
 _TRIES = 5
@@ -83,17 +81,16 @@ def _infeasible(problem: Problem) -> InfeasibleError:
     budget, need = gib(budgets[tightest]), leanest[tightest].peak_bytes
     if over[tightest] <= 0:
         return InfeasibleError(
-            f"The leanest choices fit the budget of {budget} GiB on stage "
-            f"{tightest} only if copies to host memory took no time; with activations that are "
-            "to leave or are back early, and with host memory as it is, no policy was found "
-            "that fits. Raise the budget, or host_link.host_bytes if that is what lacks."
+            f"The leanest choices fit the budget of {budget} GiB on stage {tightest} only if "
+            "copies to host memory took no time; with activations that are to leave or are back "
+            "early, and with host memory as it is, no policy was found that fits. Raise the "
+            "budget, or host_link.host_bytes if that is what lacks."
         )
     lean = RecomputePolicy(leanest[tightest].policies[0])
     return InfeasibleError(
-        f"Stage {tightest} needs {gib_needed(need)} GiB even with its leanest "
-        f"choices ({lean.format() or 'no layers'}{', …' * (problem.layout.num_chunks > 1)}); the "
-        f"budget is {budget} GiB. Raise the budget, or change the model's "
-        "split."
+        f"Stage {tightest} needs {gib_needed(need)} GiB even with its leanest choices "
+        f"({lean.format() or 'no layers'}{', …' * (problem.layout.num_chunks > 1)}); the budget "
+        f"is {budget} GiB. Raise the budget, or change the model's split."
     )
 
 
@@ -210,22 +207,6 @@ def without_offload(problem: Problem) -> Problem | None:
         return None
     only = replace(problem.only, choices=frozenset().union(*plain))
     return replace(problem, allowed=only.texts())
-
-
-def bought(problem: Problem, solution: Solution) -> str:
-    """The sentence that says what offload gains at these budgets."""
-    cost, plain_ms, link = solution.cost, solution.without_offload_ms, host_link(problem.profile)
-    if plain_ms is None or not any(stage.host_bytes for stage in cost.stages):
-        return f"{WITH_OFFLOAD} nothing faster was found at these budgets: the plan has none."
-    host = gib(max(stage.host_bytes for stage in cost.stages))
-    return (
-        f"{WITH_OFFLOAD} the step takes {cost.step_ms:,.1f} ms, of which it waits "
-        f"{cost.stall_ms:,.1f} ms for copies, and takes {host} GiB of host memory per device; "
-        "without it "
-        f"{'nothing fits' if math.isinf(plain_ms) else f'{plain_ms:,.1f} ms'}, at these "
-        f"budgets, with {link.to_host_gb_per_s:g} GB/s to host memory and "
-        f"{link.to_device_gb_per_s:g} GB/s back."
-    )
 
 
 def spreads(problem: Problem, policy: RecomputePolicy) -> list[RecomputePolicy]:

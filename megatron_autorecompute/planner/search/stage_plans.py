@@ -27,6 +27,8 @@ _PRICINGS = 8
 """Programs until prices stand; half as many or twice as many change no answer."""
 _TOLERANCE = 1e-7
 """The relative tolerance of linear programs."""
+_ITERATIONS = 20_000
+"""Of simplex; more go in a circle. Programs that do not are solved with up to 11,000."""
 _WIDTHS = (90, 270, 810, 2430, 7290)
 """Plans of a long chunk that are kept at a place, in rounds."""
 WORK, LEAST_WORK = 320_000, 54_000
@@ -404,9 +406,12 @@ def _first_fitting(
 ) -> tuple[Ints, float]:
     """The cheapest pairs of plans, of the chunks so far and of the next one, that fit, up to a
     width; and the least that any that is left out costs."""
-    (a, b), order, found = pairs, np.argsort(costs, kind="stable"), np.zeros(0, np.int64)
-    for start in range(0, len(order), 4 * width):
-        some = order[start : start + 4 * width]
+    (a, b), left, found = pairs, np.arange(len(costs)), np.zeros(0, np.int64)
+    while len(left):
+        most = min(4 * width, len(left))
+        left = left[np.argpartition(costs[left], most - 1)]
+        some, left = left[:most], left[most:]
+        some = some[np.argsort(costs[some], kind="stable")]
         fit = (load[a[some]] + own[b[some]] <= room).all(axis=1)
         found = np.concatenate([found, some[fit]])
         if len(found) > width:
@@ -462,6 +467,7 @@ class Program:
         self._highs = Highs()  # type: ignore[no-untyped-call]
         # Devex prices take up to a tenth less time than HiGHS' own choice.
         self._set(output_flag=False, threads=1, simplex_dual_edge_weight_strategy=1)
+        self._set(simplex_iteration_limit=_ITERATIONS)
         self._highs.addCol(1.0, 0.0, np.inf, 0, *nothing)
         self._highs.addRows(len(most), least, most, 0, np.zeros(len(most), np.int32), *nothing)
 
@@ -528,6 +534,9 @@ class Program:
     def mixture(self) -> Mixture | None:
         """The best mixture; None where the solver gives none."""
         mixed = self._solve()
+        if mixed is None:
+            self._highs.clearSolver()
+            mixed = self._solve()
         if mixed is None:
             return None
         found, scale = np.array(self._highs.getSolution().row_dual), self.scale

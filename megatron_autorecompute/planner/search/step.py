@@ -34,7 +34,7 @@ from megatron_autorecompute.policy import RecomputePolicy
 
 Chosen = list[tuple[int, ...]]
 """The plans of every stage's chunks."""
-_RELAXATIONS, _LEAST_RELAXATIONS = 32 * 256**2, 14
+_RELAXATIONS, _LEAST_RELAXATIONS = 28 * 256**2, 14
 """The relaxations of a program times its chunks squared, and the least of them; most programs of
 up to 128 chunks need fewer. With half as many of 512 chunks a step is 0.2% longer, with a quarter
 of 128 chunks 0.1%."""
@@ -237,15 +237,20 @@ class StepSearch:
     # --- rounding ---------------------------------------------------------------------------------
 
     def _round(self, small: bool) -> None:
+        """Each stage in turn gets its best plan, starting from the fractional times."""
         stages = range(len(self.stages))
         if self.several and small:
-            tries = [self._near(stage) for stage in stages]
-            if all(map(len, tries)):
-                self._dive(tries)
-        self._dive([self._by_nearness(stage) for stage in stages])
+            for stage in stages:
+                self._know_near(stage)
+        times, chosen, step = self.master.center[1], list[tuple[int, ...]](), 1 << 62
+        for stage in stages:
+            step, row, times = self._best_of(times, stage, self._by_nearness(stage))
+            chosen.append(row)
+        if step < self.best[0]:
+            self.best = step, chosen
 
-    def _near(self, stage: int) -> Ints:
-        """A stage's plans that are nearest to the fractional times, and cheap."""
+    def _know_near(self, stage: int) -> None:
+        """Know a stage's plans that are nearest to the fractional times, and cheap."""
         tight, weights = self.tight[stage], self.master.best_weights
         assert self.master.last is not None
         price, target = self.master.last.price[stage], self.master.center[1][:, stage]
@@ -256,8 +261,7 @@ class StepSearch:
             over = own + self.replay.residual[:, stage, c] - target[:, c]
             far = np.maximum(over, 0).sum(axis=1) + 0.02 * own.sum(axis=1)
             costs.append(own @ weights[:, stage, c] + mean * far)
-        rows, _ = tight.cheapest(costs, price)
-        return np.array(self.put(stage, rows), np.int64).reshape(-1, len(costs))
+        self.put(stage, tight.cheapest(costs, price)[0])
 
     def _by_nearness(self, stage: int) -> Ints:
         """All known plans of a stage, those nearest to the fractional times first."""
@@ -276,15 +280,6 @@ class StepSearch:
         steps = self.replay.steps(many)
         best = int(steps.argmin())
         return int(steps[best]), tuple(rows[best].tolist()), many[..., best]
-
-    def _dive(self, tries: Sequence[Ints]) -> None:
-        """Each stage in turn gets its best plan, starting from the fractional times."""
-        times, chosen, step = self.master.center[1], list[tuple[int, ...]](), 1 << 62
-        for stage, rows in enumerate(tries):
-            step, row, times = self._best_of(times, stage, rows)
-            chosen.append(row)
-        if step < self.best[0]:
-            self.best = step, chosen
 
     def _exchange(self, events: int) -> int:
         """Other plans of stages, and exchanges of two chunks, while the step gets shorter; returns

@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from highspy import Highs
 from scipy.optimize import linprog
 
 from megatron_autorecompute.planner.cost.stage_times import residual_times
@@ -42,8 +43,21 @@ def shortest(stages, mixed, paths, residual):
     return found.fun * scale
 
 
+@pytest.fixture(params=["goes on", "goes in a circle"])
+def simplex(request, monkeypatch):
+    """HiGHS as it is, or so that it never gets from its last answer to the next one."""
+    run = Highs.run
+
+    def in_a_circle(self):
+        self.setOptionValue("simplex_iteration_limit", 0 if self.getBasis().valid else 10**6)
+        return run(self)
+
+    if request.param == "goes in a circle":
+        monkeypatch.setattr(Highs, "run", in_a_circle)
+
+
 @pytest.mark.parametrize("seed", range(12))
-def test_a_program_that_grew_and_shrank_has_the_step_of_one_from_the_beginning(seed):
+def test_a_program_that_grew_and_shrank_has_the_step_of_one_from_the_beginning(simplex, seed):
     problem, budgets = random_step(seed, SEVERAL_CHUNKS)
     stages = [own.plans(budget) for own, budget in zip(problem.stages.all, budgets, strict=True)]
     residual, rng = residual_times(problem.table, problem.layout).both, random.Random(seed)
