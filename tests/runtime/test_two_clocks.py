@@ -34,7 +34,7 @@ class Size:
     budgets: int
 
 
-OF_A_TEST, OF_THE_TABLE = Size((3, 4), 20, 4), Size((4, 6), 40, 8)
+OF_A_TEST, OF_THE_TABLE = Size((3, 4), 12, 3), Size((4, 6), 40, 8)
 
 
 class Clock:

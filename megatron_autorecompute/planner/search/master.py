@@ -103,8 +103,8 @@ class Master:
 
     def __init__(self, replay: Replay, stages: Sequence[StagePlans]) -> None:
         self.replay, self.stages = replay, stages
-        self.bound = 0.0
-        """No step is shorter, in ps."""
+        self.bound = self._of_prices = 0.0
+        """No step is shorter, in ps; and what prices alone say of this."""
         lean = self.times([stage.lean for stage in stages])
         self.last: Mixture | None = None
         self.program = Program(stages, replay.residual, replay.step(lean))
@@ -198,11 +198,12 @@ class Master:
             new = False
             for s, stage in enumerate(self.stages):
                 new |= stage.grow(self.program, s, stage.fits, prices[s], solved.duals[s])
-            if bound >= self.bound or self.last is None:
-                self.bound, self.last, self.best_weights = max(self.bound, bound), solved, weights
+            if bound >= self._of_prices or self.last is None:
+                self._of_prices, self.last, self.best_weights = bound, solved, weights
+                self.bound = max(self.bound, bound)
             times = self.replay.times(np.rint(solved.times).astype(np.int64))
             fresh = self.cut(times, solved.step)
-            near = self.center[0] <= (1 + _CLOSE) * self.bound
+            near = self.center[0] <= (1 + _CLOSE) * self._of_prices
             if not new and (not fresh or near):
                 break
 
