@@ -1,4 +1,5 @@
 import re
+from dataclasses import replace
 from xml.etree import ElementTree
 
 from megatron_autorecompute.planner.cost.layout import Layout
@@ -53,13 +54,14 @@ def test_a_long_stage_goes_on_in_the_next_row():
 
 
 def test_the_more_a_choice_recomputes_the_darker_it_is():
+    attention, more = "selective[core_attn]", "selective[core_attn+layernorm+mlp]"
     plan = example_plan("gpt-760m-48l", 4, 2, 16, 20)
+    plan = replace(plan, recompute_policy=("none", attention, more, "full", "full/2", "full/2") * 8)
     colours = {str(choice): colour for choice, colour in choice_colours(plan).items()}
 
     def light(name):
         return sum(int(colours[name][i : i + 2], 16) for i in (1, 3, 5))
 
-    attention, more = "selective[core_attn]", "selective[core_attn+layernorm+mlp]"
     assert light("none") > light(attention) > light(more) > light("full")
     assert colours["full/2"] == colours["full"]
     assert ink_on(colours["none"]) == "#000000"
