@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from megatron_autorecompute.errors import PolicyError, ProfileError
 from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines, pretrain_lines
 from megatron_autorecompute.planner.plan import ManualResult, Plan
 from megatron_autorecompute.planner.search.curve import CurvePoint, pareto
-from megatron_autorecompute.planner.search.manual import manual_policy, manual_settings
+from megatron_autorecompute.planner.search.manual import fits, manual_settings, usable
 from megatron_autorecompute.planner.search.problem import Problem
 from megatron_autorecompute.report.recorded import RecordedStep
 from megatron_autorecompute.report.terminal import unbeaten
@@ -57,7 +55,7 @@ def report_data(plan: Plan) -> ReportData:
 
 
 def _curve(plan: Plan, problem: Problem) -> Curve:
-    strategies = strategies_of(problem, plan.budget_bytes)
+    strategies = strategies_of(problem)
     here = CurvePoint(
         max(plan.budget_bytes), plan.cost.step_ms, plan.cost.peak_high_bytes, plan.policy.format()
     )
@@ -86,17 +84,12 @@ def best_points(
     return tuple(found[::-1])
 
 
-def strategies_of(
-    problem: Problem, budgets: tuple[int, ...] | None = None
-) -> tuple[ManualResult, ...]:
+def strategies_of(problem: Problem) -> tuple[ManualResult, ...]:
     """Megatron's own settings, without those it refuses or the profile has no records for."""
     found = []
-    for setting in manual_settings(problem):
-        with suppress(PolicyError, ProfileError):
-            cost = problem.cost(manual_policy(problem, setting))
-            peaks = [stage.peak_high_bytes for stage in cost.stages]
-            fits = budgets is None or all(p <= b for p, b in zip(peaks, budgets, strict=True))
-            found.append(ManualResult(str(setting), cost.step_ms, max(peaks), fits))
+    for setting, policy in usable(problem, manual_settings(problem)):
+        cost, is_within = problem.cost(policy), fits(problem, policy)
+        found.append(ManualResult(str(setting), cost.step_ms, cost.peak_high_bytes, is_within))
     return tuple(found)
 
 

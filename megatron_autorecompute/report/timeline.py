@@ -1,7 +1,7 @@
 """One step of a plan, event by event: when each runs, and the bytes that its stage then holds.
 
-Bytes come from `planner.peak_memory`, times from the step's replay. Events are entries of arrays,
-not records: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
+Bytes come from `planner.cost.peak_memory`, times from the step's replay. Events are entries of
+arrays, not records: a step of 16 stages, 8 chunks and 256 microbatches has 65,536.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _with_copies(plan: Plan, stage: int, step: OffloadedStep) -> StageTimeline:
     spans = np.array([(one.begin_ps, one.end_ps) for one in copies.ran]) / PS_PER_MS
     copy_bytes = tuple(
         np.full(len(copies.chunks[moment.chunk].units), copies.during(event))
-        if moment.beside is not None
+        if moment.in_parts
         else copies.by_unit(event, moment.chunk, backward=moment.direction == "backward")
         for event, moment in enumerate(every_moment(plan.profile, plan.schedule, stage))
     )

@@ -61,13 +61,19 @@ class Decisions:
     def solved(self, profile: Profile, budgets: Sequence[int], notes: Sequence[str] = ()) -> Plan:
         """A plan for these budgets (bytes by stage); one rank solves, all get its plan or error.
 
-        A running job does not end because a budget is too small: a stage whose leanest choices need
-        more than its budget is planned for what they need, and this is said.
+        A running job does not end because nothing fits its budgets: then a stage whose leanest
+        choices need more is planned for what they need, and this is said.
 
         Raises: InfeasibleError if, with plan only, a stage needs more than its budget."""
-        if not self.options.recompute_plan_only:
-            budgets = self._at_least_lean(budgets, self.lean_peaks(profile))
-        problem = self.problem(profile, budgets)
+        try:
+            return self._solved(self.problem(profile, budgets), notes)
+        except InfeasibleError:
+            if self.options.recompute_plan_only:
+                raise
+        enough = self._at_least_lean(budgets, self.lean_peaks(profile))
+        return self._solved(self.problem(profile, enough), notes)
+
+    def _solved(self, problem: Problem, notes: Sequence[str]) -> Plan:
         asked = self.options.recompute_choices == AHEAD_CHOICES
         early = asked and rules.is_allowed(self.shard.config, LayerPolicy("full", ahead=True))
         make = plan_early_if_it_pays if early else make_plan
@@ -79,7 +85,7 @@ class Decisions:
                 self.job.say(
                     f"recompute auto: OVER BUDGET: stage {stage} needs {gib(least)} GiB with its "
                     f"leanest choices, its budget is {gib(budget)} GiB: "
-                    f"{budget_reason(self.options)}. It runs its leanest choices."
+                    f"{budget_reason(self.options)}. It is planned for what these need."
                 )
         return [max(pair) for pair in zip(budgets, lean, strict=True)]
 

@@ -33,7 +33,7 @@ PS_PER_MS = 10**9
 OUTSIDE = ("embedding", "final norm", "head")
 """Names of units that are not layers."""
 SIGN: dict[Bound, int] = {"low": -1, "nominal": 0, "high": 1}
-COLUMNS = (
+_COLUMNS = (
     "held_bytes",
     "forward_transient_bytes",
     "backward_transient_bytes",
@@ -42,7 +42,7 @@ COLUMNS = (
     "spread_ps",
 )
 """A unit's costs, in the order of arrays."""
-HELD, FORWARD, BACKWARD, TIMES = 0, 1, 2, slice(3, None)
+_HELD, _FORWARD, _BACKWARD, _TIMES = 0, 1, 2, slice(3, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class Unit:
 
     @property
     def costs(self) -> tuple[int, ...]:
-        """All its `COLUMNS`."""
-        return tuple(getattr(self, column) for column in COLUMNS)
+        """All its columns, in the order of arrays."""
+        return tuple(getattr(self, column) for column in _COLUMNS)
 
 
 StageUnits = Sequence[Sequence[tuple[Unit, ...]]]
@@ -371,21 +371,21 @@ class CostTable:
         own = np.array(layers, np.int64)
         own = own[: self._groupable(own)]
         if not len(own):
-            return np.zeros((len(COLUMNS), 0), np.int64)
+            return np.zeros((len(_COLUMNS), 0), np.int64)
         none, full, whole = (costs[:, own] for costs in self._alone[1:])
-        alone = none[HELD] + np.maximum(none[FORWARD], none[BACKWARD])
-        reach = none[HELD].cumsum() + np.maximum(none[FORWARD], none[BACKWARD])
-        extra = full[HELD] + full[BACKWARD] - alone
-        backward = np.maximum.accumulate(reach) + np.maximum.accumulate(extra) - full[HELD, 0]
-        inputs = full[HELD].copy()
+        alone = none[_HELD] + np.maximum(none[_FORWARD], none[_BACKWARD])
+        reach = none[_HELD].cumsum() + np.maximum(none[_FORWARD], none[_BACKWARD])
+        extra = full[_HELD] + full[_BACKWARD] - alone
+        backward = np.maximum.accumulate(reach) + np.maximum.accumulate(extra) - full[_HELD, 0]
+        inputs = full[_HELD].copy()
         inputs[0] = 0  # the group's own input is in held
         costs = np.empty_like(full)
-        costs[HELD] = full[HELD, 0]
-        costs[FORWARD] = np.maximum.accumulate(full[FORWARD] + inputs)
-        costs[BACKWARD] = np.maximum(backward, 0)
+        costs[_HELD] = full[_HELD, 0]
+        costs[_FORWARD] = np.maximum.accumulate(full[_FORWARD] + inputs)
+        costs[_BACKWARD] = np.maximum(backward, 0)
         # Of a group the last layer alone ends with work that nothing reads.
         last = whole if choice.rerun_all else full
-        costs[TIMES] = last[TIMES] + whole[TIMES].cumsum(axis=1) - whole[TIMES]
+        costs[_TIMES] = last[_TIMES] + whole[_TIMES].cumsum(axis=1) - whole[_TIMES]
         self._put_measured(costs, layers, choice)
         return costs
 
@@ -395,7 +395,7 @@ class CostTable:
         `[column, layer]`."""
         layers = self.profile.model.num_layers
         may = np.zeros(self.profile.num_layers, np.bool_)
-        none, full, whole = (np.zeros((len(COLUMNS), len(may)), np.int64) for _ in range(3))
+        none, full, whole = (np.zeros((len(_COLUMNS), len(may)), np.int64) for _ in range(3))
         for kind in self._of_kinds:
             records = kind.records
             all_of_it = records.get(FULL.as_megatron)

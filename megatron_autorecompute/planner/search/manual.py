@@ -37,7 +37,7 @@ class ManualStrategy:
 def best_manual(problem: Problem) -> ManualStrategy | None:
     """The fastest of `manual_settings` that fits the problem's budgets; None when none does."""
     names: dict[RecomputePolicy, str] = {}
-    for setting, policy in _policies(problem, manual_settings(problem)):
+    for setting, policy in usable(problem, manual_settings(problem)):
         names.setdefault(policy, str(setting))
     best = fastest_that_fits(problem, names)
     return None if best is None else ManualStrategy(names[best], best, problem.cost(best))
@@ -74,7 +74,7 @@ def fits(problem: Problem, policy: RecomputePolicy) -> bool:
     return within and has_room(problem, policy)
 
 
-def _policies(
+def usable(
     problem: Problem, settings: Iterable[MegatronStrategy]
 ) -> Iterator[tuple[MegatronStrategy, RecomputePolicy]]:
     """The settings that Megatron does not refuse and of which every layer has a record, and their
@@ -150,7 +150,7 @@ def settings_of_modules(problem: Problem) -> tuple[RecomputePolicy, ...]:
     sets = dict.fromkeys(c.offload for c in choices if c.offload and c != WHOLE)
     plain = [one for one in manual_settings(problem) if not one.recompute_num_layers]
     settings = (replace(one, offload=own) for one, own in itertools.product(plain, sets))
-    policies = (problem.table.recorded(own) for _, own in _policies(problem, settings))
+    policies = (problem.table.recorded(own) for _, own in usable(problem, settings))
     return tuple(dict.fromkeys(filter(problem.may_be, policies)))
 
 
