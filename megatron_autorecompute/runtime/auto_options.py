@@ -105,8 +105,8 @@ class AutoOptions:
             )
         if self.recompute_measure_steps < 1:
             raise OptionError(
-                f"--recompute-measure-steps {self.recompute_measure_steps}: auto measures at least "
-                "one step. To measure nothing give a policy, or a plan as @FILE."
+                f"--recompute-measure-steps {self.recompute_measure_steps}: give 1 or more. To "
+                "measure nothing give a policy, or a plan as @FILE."
             )
 
     def field_of(self, policy: Any) -> Any:

@@ -69,7 +69,7 @@ def test_gib_are_powers_of_two():
         ({"recompute_imbalance_percentile": 0.0}, "above 0 and at most 100"),
         ({"recompute_imbalance_percentile": 100.5}, "above 0 and at most 100"),
         ({"recompute_imbalance_percentile": float("nan")}, "above 0 and at most 100"),
-        ({"recompute_measure_steps": 0}, "at least one step"),
+        ({"recompute_measure_steps": 0}, "give 1 or more"),
         (
             {"recompute_memory_budget_gib": 70.0, "recompute_memory_reserve_gib": 2.0},
             "Leave one of them out",
