@@ -94,7 +94,7 @@ class Plan:
     cost: PolicyCost
     """Predicted peaks with their breakdown, and times."""
     evidence: tuple[StageEvidence, ...]
-    """The busy time of each stage, with its bound, its gap, and the moment that binds."""
+    """The busy time of each stage, and the moment that binds."""
     profile: Profile
     """The profile that the prediction rests on, with fingerprint and assumptions."""
     step_evidence: StepEvidence = NOTHING_PROVEN
@@ -143,8 +143,7 @@ class Plan:
     @property
     def proven(self) -> bool:
         """Whether the evidence says how near the optimum is: the solver did, of this very plan."""
-        gaps = self.step_evidence.gap, *(evidence.gap for evidence in self.evidence)
-        return None not in gaps
+        return self.step_evidence.gap is not None
 
     def problem(self) -> Problem:
         """The question that the plan answers."""
@@ -230,7 +229,7 @@ def make_plan(
         schedule=problem.schedule,
         budget_bytes=problem.budgets,
         cost=solution.cost,
-        evidence=solution.evidence,
+        evidence=stage_evidence(problem, solution.policy),
         step_evidence=solution.step_evidence,
         step_interval=StepErrors(problem.costs, solution.policy).interval(),
         profile=problem.profile,
@@ -296,14 +295,10 @@ def _checked(plan: Plan, source: str, *, as_written: bool) -> Plan:
                 "--recompute-policy @FILE, which reads no figures; to plan again give the file to "
                 "plan --profile"
             )
-        evidence = (
-            stage_evidence(problem, stage, policy, cost, None)
-            for stage in range(problem.layout.num_stages)
-        )
         right = replace(
             plan,
             cost=cost,
-            evidence=tuple(evidence),
+            evidence=stage_evidence(problem, policy),
             step_evidence=NOTHING_PROVEN,
             step_interval=StepErrors(problem.costs, policy).interval(),
             best_manual=_result(best_manual(problem)),

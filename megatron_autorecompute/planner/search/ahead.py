@@ -21,7 +21,7 @@ from megatron_autorecompute.planner.cost.stage_times import least_times, residua
 from megatron_autorecompute.planner.cost.step_time import finished
 from megatron_autorecompute.planner.cost.unit_costs import PS_PER_MS
 from megatron_autorecompute.planner.search.problem import Problem
-from megatron_autorecompute.planner.search.solution import Solution, StageEvidence, proven
+from megatron_autorecompute.planner.search.solution import Solution, proven
 from megatron_autorecompute.planner.search.stage_problem import StageChoice, put_together
 from megatron_autorecompute.policy import NONE, RecomputePolicy
 
@@ -38,7 +38,7 @@ def with_early(problem: Problem, found: Solution) -> Solution:
     best = _Levels(problem).shortest()
     shorter = problem.costs.step_ms(best) < problem.costs.step_ms(found.policy)
     best = _without_needless(problem, best) if shorter else found.policy
-    return proven(problem, best, _bound_ms(problem, found.evidence))
+    return proven(problem, best, _bound_ms(problem))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _marked(policy: RecomputePolicy, units: Iterable[range], ahead: bool = True)
     return RecomputePolicy(tuple(layers))
 
 
-def _bound_ms(problem: Problem, evidence: tuple[StageEvidence, ...]) -> float:
+def _bound_ms(problem: Problem) -> float:
     """No choices that fit make a shorter step, whatever begins early.
 
     A stage is busy with all its microbatches, recompute included. Its first forward waits for those
@@ -194,8 +194,7 @@ def _bound_ms(problem: Problem, evidence: tuple[StageEvidence, ...]) -> float:
     around = np.maximum(first, 0).sum(axis=1)
     before = np.cumsum(around) - around
     added = (residual.forward + residual.backward).sum(axis=1)
-    m = problem.schedule.num_microbatches
-    return max(
-        float(before[own.stage] + m * added[own.stage]) / PS_PER_MS + m * (own.bound_ms or 0.0)
-        for own in evidence
-    )
+    pairs = zip(problem.stages.all, problem.budgets, strict=True)
+    busy = [choice.bound_ps if (choice := own.fastest(size)) else 0 for own, size in pairs]
+    found = before + problem.schedule.num_microbatches * (added + np.array(busy, np.int64))
+    return float(found.max()) / PS_PER_MS

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_autorecompute.planner.cost.policy_cost import PolicyCost
@@ -26,7 +25,7 @@ def nearness(gap: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StageEvidence:
-    """How busy a stage is, and how much less busy any choices that fit could make it."""
+    """How busy a stage is, and what keeps it from faster choices."""
 
     stage: int
     """The stage's number, from 0."""
@@ -34,11 +33,6 @@ class StageEvidence:
     """Bytes that torch may allocate on a device of this stage."""
     objective_ms: float
     """Forward plus backward of one microbatch through the stage."""
-    bound_ms: float | None
-    """A proven lower bound of objective_ms for all choices that fit; None: not worked out."""
-    gap: float | None
-    """(objective - bound) / objective; 0: proven to be the least; None: not known. A plan may make
-    a stage busier because that makes the step shorter."""
     peak_high_bytes: int
     """The high end of the predicted peak, which is within the budget."""
     binding: str
@@ -66,51 +60,33 @@ class StepEvidence:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A policy, what it costs, and what is proven of its step and of its stages."""
+    """A policy, what it costs, and what is proven of its step."""
 
     policy: RecomputePolicy
     cost: PolicyCost
-    evidence: tuple[StageEvidence, ...]
     step_evidence: StepEvidence
     without_offload_ms: float | None = None
     """The step of the best plan found without offload. Infinite: none fits. None: no layer may
     offload."""
 
 
-def proven(
-    problem: Problem,
-    policy: RecomputePolicy,
-    bound_ms: float | None,
-    others: Sequence[RecomputePolicy] = (),
-) -> Solution:
+def proven(problem: Problem, policy: RecomputePolicy, bound_ms: float | None) -> Solution:
     """A policy that fits the problem's budgets as a solution. The bound is on the step of all that
-    fit; others are policies that fit and that the searches of stages do not know."""
-    cost, evidence = problem.cost(policy), []
-    for number, budget_bytes in enumerate(problem.budgets):
-        choice = problem.stages.stage(number).fastest(budget_bytes)
-        bounds_ps = [] if choice is None else [choice.bound_ps]
-        bounds_ps += [_busy_ps(problem, number, other) for other in others]
-        evidence.append(stage_evidence(problem, number, policy, cost, min(bounds_ps) / PS_PER_MS))
-    return Solution(policy, cost, tuple(evidence), StepEvidence.of(cost.step_ms, bound_ms))
+    fit."""
+    cost = problem.cost(policy)
+    return Solution(policy, cost, StepEvidence.of(cost.step_ms, bound_ms))
 
 
-def stage_evidence(
-    problem: Problem, stage: int, policy: RecomputePolicy, cost: PolicyCost, bound_ms: float | None
-) -> StageEvidence:
-    """How busy a policy of such a cost makes a stage, with a bound on that of all choices that fit:
-    one above it counts as the least, None as not worked out."""
-    time_ps, own = _busy_ps(problem, stage, policy), cost.stages[stage]
-    time_ms, free = time_ps / PS_PER_MS, time_ps <= problem.stages.stage(stage).least_ps
-    known = StepEvidence.of(time_ms, bound_ms)
-    return StageEvidence(
-        stage,
-        problem.budgets[stage],
-        time_ms,
-        known.bound_ms,
-        known.gap,
-        own.peak_high_bytes,
-        NOTHING_BINDS if free else own.peak.moment,
-    )
+def stage_evidence(problem: Problem, policy: RecomputePolicy) -> tuple[StageEvidence, ...]:
+    """How busy a policy makes the stages, and what binds them."""
+    found = []
+    for stage, own in enumerate(problem.cost(policy).stages):
+        busy_ps = _busy_ps(problem, stage, policy)
+        free = busy_ps <= problem.stages.stage(stage).least_ps
+        binding = NOTHING_BINDS if free else own.peak.moment
+        figures = problem.budgets[stage], busy_ps / PS_PER_MS, own.peak_high_bytes
+        found.append(StageEvidence(stage, *figures, binding))
+    return tuple(found)
 
 
 def _busy_ps(problem: Problem, stage: int, policy: RecomputePolicy) -> int:
@@ -136,13 +112,11 @@ def simpler_within_errors(
     own = StepErrors(problem.costs, fastest.policy)
     if own.surely_shorter(StepErrors(problem.costs, simple)):
         return fastest, ()
-    cost, known = problem.cost(simple), fastest.evidence
-    evidence = (stage_evidence(problem, o.stage, simple, cost, o.bound_ms) for o in known)
-    step = StepEvidence.of(cost.step_ms, fastest.step_evidence.bound_ms)
     simpler = replace(
-        fastest, policy=simple, cost=cost, evidence=tuple(evidence), step_evidence=step
+        proven(problem, simple, fastest.step_evidence.bound_ms),
+        without_offload_ms=fastest.without_offload_ms,
     )
-    less = 1 - fastest.cost.step_ms / cost.step_ms
+    less = 1 - fastest.cost.step_ms / simpler.cost.step_ms
     if less < _SHOWN:
         return simpler, ()
     return simpler, (gave_way(manual.name, fastest.policy.format(), less),)

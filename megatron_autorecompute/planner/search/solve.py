@@ -146,7 +146,7 @@ def shortest_with_offload(problem: Problem) -> Solution | None:
     if not known:
         return None
     best = min(known, key=partial(_longer, problem))
-    found = proven(problem, best, min(bounds, default=None), others)
+    found = proven(problem, best, min(bounds, default=None))
     plain_ms = math.inf if plain is None else plain.cost.step_ms
     return replace(found, without_offload_ms=plain_ms)
 
