@@ -89,7 +89,8 @@ def page(found: dict[str, list[str] | str], read_from: str) -> str:
     table = nvidia_recipes.table
     return "\n".join(
         [
-            checkouts.said_in(INTRODUCTION, read_from),
+            INTRODUCTION,
+            *([f"{read_from}\n"] if read_from else []),
             f"{len(lines)} of {len(found)} recipes covered. The recipe's own setting fits the "
             f"budget in {len(fitting)} of them, and the device in {len(near)} more. NVIDIA "
             f"published runs of {len(ran)}: {sum(c in fitting for c in ran)} fit the budget, "

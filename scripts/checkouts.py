@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-READ = "read as `estimate --recipe perf_recipes.NAME` reads them."
 PACKAGES = {"Megatron Bridge": "megatron.bridge", "Megatron-LM": "megatron.core"}
 
 
@@ -21,11 +20,6 @@ def read_from(packages: Mapping[str, str] = PACKAGES) -> str:
     if not all(found.values()):
         return ""
     return f"Read from {' and '.join(f'{name} {one}' for name, one in found.items())}."
-
-
-def said_in(page: str, sentence: str) -> str:
-    """A page with a sentence behind the one that says how its recipes are read."""
-    return page.replace(READ, f"{READ}\n{sentence}") if sentence else page
 
 
 def commit(folder: Path | None) -> str:

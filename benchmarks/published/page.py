@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.measured.spread import Spread
 from benchmarks.published.results import CHANGED, CHANGED_ROLE, FITTED_ROLE, JUDGES, Data
-from scripts.checkouts import said_in
 from scripts.tables import markdown
 
 ALL = "all"
@@ -14,7 +13,9 @@ ALL = "all"
 
 def text(data: Data) -> str:
     """The page: statistics."""
-    parts = [said_in(INTRODUCTION, data.get("read_from", "")), _fitting(data), counted(data)]
+    read_from = data.get("read_from")
+    parts = [INTRODUCTION, *([f"{read_from}\n"] if read_from else [])]
+    parts += [_fitting(data), counted(data)]
     parts += [markdown(STATISTICS, _of_all_gpus(data)), OPEN]
     return "\n".join(parts)
 

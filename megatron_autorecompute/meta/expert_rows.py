@@ -24,6 +24,14 @@ def share_used(job: Job) -> float:
     return 1 / (room or 1.0)
 
 
+def pages_of_room(job: Job) -> float | None:
+    """Pages of `moe_paged_stash` for each row of the room; None without it."""
+    config, room = job.resolved, job.resolved.moe_expert_rank_capacity_factor
+    if not room or not config.moe_paged_stash:
+        return None
+    return abs(config.moe_paged_stash_buffer_size_factor_cuda) / room
+
+
 def rows(job: Job, tokens: int, experts: int) -> int:
     """Rows that HybridEP makes for so many experts of a rank with so many tokens of its own, if all
     ranks' tokens are routed evenly."""

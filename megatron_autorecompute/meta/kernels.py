@@ -9,7 +9,7 @@ import copy
 import functools
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -83,17 +83,45 @@ def _mla_kv(
     return ops.kernel_with_backward(run, kv, k_position)
 
 
-def _activation(x: torch.Tensor, weights: torch.Tensor | None, gated: bool) -> torch.Tensor:
+Restored = Callable[[torch.Tensor], torch.Tensor]
+"""What a backward makes of a tensor that was saved."""
+
+
+def _stashed(saved: torch.Tensor) -> tuple[torch.Tensor, Restored]:
+    """What experts save: under `moe_paged_stash` pages, from which a backward makes a tensor of the
+    whole room. Copies run beside the layers, and take no time here. megatron-core
+    transformer/moe/paged_stash.py, TE pytorch/utils.py `mark_grouped_tensor`."""
+    share, shape, dtype = expert_rows.pages_of_room(_job), saved.shape, saved.dtype
+    if share is None:
+        return saved, _as_it_is
+    pages = saved.new_empty(round(saved.nbytes * share), dtype=torch.uint8)
+    return pages, lambda pages: pages.new_empty(shape, dtype=dtype)
+
+
+def _as_it_is(saved: torch.Tensor) -> torch.Tensor:
+    return saved
+
+
+def _activation(
+    x: torch.Tensor, weights: torch.Tensor | None, gated: bool, in_fp8: bool = False
+) -> torch.Tensor:
     """An activation as one kernel: SwiGLU and its like (`gated`) or one that is not, times the
-    router's weights for experts. Saves: its input, in 16 bits whatever
-    `activation_func_fp8_input_store` says, and the weights. Megatron fusions/fused_bias_swiglu.py,
+    router's weights for experts. Saves: its input, stashed or as `in_fp8` says (Megatron's
+    `activation_func_fp8_input_store`), and the weights. Megatron fusions/fused_bias_swiglu.py,
     fused_bias_geglu.py, fused_weighted_squared_relu.py and fused_bias_gelu.py."""
+    restored: Restored = _as_it_is
 
     def run(x: torch.Tensor, weights: torch.Tensor | None) -> ops.Ran:
-        return (ops.gated if gated else ops.pointwise)(x, weights), (x, weights), backward
+        nonlocal restored
+        saved = x
+        if weights is not None:
+            saved, restored = _stashed(x)
+        if in_fp8 and saved is x:
+            saved = x.to(torch.float8_e4m3fn)
+        return (ops.gated if gated else ops.pointwise)(x, weights), (saved, weights), backward
 
     def backward(saved: ops.Saved, gradient: torch.Tensor) -> ops.Gradients:
-        x, weights = saved
+        x, weights = restored(saved[0]).to(gradient.dtype), saved[1]
         dx, dweights = ops.activation_backward(gradient, x, weights)
         return dx, None if weights is None else dweights
 
@@ -218,6 +246,7 @@ class LinearModule(torch.nn.Module):
         quantises = saved_bytes < normed.element_size()
         own = quantises and not self.save_original_input
         saved = ops.quantize(normed, saved_bytes) if own else normed
+        saved, restored = _stashed(saved) if weight.dim() == 3 else (saved, _as_it_is)
         if shares or weight.requires_grad:
             kept.append(saved)
         total = ops.gathered(normed, self.group) if self.gathers else normed
@@ -230,12 +259,13 @@ class LinearModule(torch.nn.Module):
             y = ops.scattered(y, self.group)
         elif self.reduces and self.parallel == "row":
             torch.distributed.all_reduce(y, group=self.group)
-        backward = functools.partial(self._backward, shares)
+        backward = functools.partial(self._backward, shares, restored)
         return y if shared is None else (y, shared), kept, backward
 
     def _backward(
         self,
         shares: str,
+        restored: Restored,
         saved: ops.Saved,
         gradient: torch.Tensor,
         of_norm: torch.Tensor | None = None,
@@ -254,7 +284,9 @@ class LinearModule(torch.nn.Module):
             # with it the dummy of Transformer Engine's versions that keep none (`kept_bytes`).
             if not self.job.keeps_dummies("grouped" if weight.dim() == 3 else "linear"):
                 weight_gradient = torch.empty_like(weight)
-            total = ops.gathered(kept[-1], self.group, beside=True) if self.gathers else kept[-1]
+            total = restored(kept[-1])
+            if self.gathers:
+                total = ops.gathered(total, self.group, beside=True)
             ops.gemm_weight_gradient(gradient, total, weight, self.precision.name)
             weight.grad_added_to_main_grad = self.job.fuses_weight_gradients
             del total
@@ -455,11 +487,11 @@ def _compiled() -> Replacements:
     """Of functions that Megatron has torch compile."""
     original = _module("fusions.fused_cross_entropy").calculate_gradients
 
-    def gate(x: torch.Tensor, *_: Any) -> torch.Tensor:
-        return _activation(x, None, True)
+    def gate(x: torch.Tensor, bias: Any = None, in_fp8: bool = False, *_: Any) -> torch.Tensor:
+        return _activation(x, None, True, in_fp8)
 
-    def weighted_gate(x: torch.Tensor, bias: Any, weights: Any, *_: Any) -> torch.Tensor:
-        return _activation(x, weights, True)
+    def weighted_gate(x: Any, bias: Any, weights: Any, in_fp8: bool = False, *_: Any) -> Any:
+        return _activation(x, weights, True, in_fp8)
 
     def calculate_gradients(softmax: torch.Tensor, *rest: Any) -> torch.Tensor:
         """`grad_2d[...] -= ...` writes to its input where it runs as it is; inductor makes an
@@ -483,7 +515,7 @@ def _compiled() -> Replacements:
         # Around it Megatron's own code clamps, and copies what it clamped.
         "fusions.fused_bias_geglu": {
             "WeightedQuickGeGLUFunction": SimpleNamespace(
-                apply=lambda x, weights, *_: _activation(x, weights, True)
+                apply=lambda x, weights, in_fp8, *_: _activation(x, weights, True, in_fp8)
             ),
             "WeightedBiasQuickGeGLUFunction": SimpleNamespace(apply=weighted_gate),
         },

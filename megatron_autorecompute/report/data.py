@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 
 from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines, pretrain_lines
 from megatron_autorecompute.planner.plan import ManualResult, Plan
@@ -67,21 +67,14 @@ def _curve(plan: Plan, problem: Problem) -> Curve:
 def best_points(
     problem: Problem,
     strategies: Iterable[ManualResult],
-    known: Iterable[CurvePoint] = (),
+    known: Collection[CurvePoint] = (),
     num_points: int = 24,
 ) -> tuple[CurvePoint, ...]:
     """The best policies for some budgets, largest first: for evenly spaced ones, and for what the
     unbeaten strategies need. `pareto` solves them quickly; the step of a plan is searched further.
-    A larger budget is never slower than a smaller one."""
+    """
     also = [strategy.peak_high_bytes for strategy in unbeaten(strategies)]
-    solved = pareto(problem, num_points, also)
-    points = {own.budget_bytes: own for own in (*solved, *known)}
-    found: list[CurvePoint] = []
-    for _, point in sorted(points.items()):
-        if found and found[-1].step_ms < point.step_ms:
-            point = replace(found[-1], budget_bytes=point.budget_bytes)
-        found.append(point)
-    return tuple(found[::-1])
+    return pareto(problem, num_points, also, known)
 
 
 def strategies_of(problem: Problem) -> tuple[ManualResult, ...]:

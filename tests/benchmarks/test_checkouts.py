@@ -4,7 +4,6 @@ import subprocess
 
 import pytest
 
-from benchmarks import bridge_recipes
 from benchmarks.published import page
 from scripts import checkouts
 
@@ -45,8 +44,7 @@ def test_nothing_is_said_of_what_is_no_checkout_of_its_own(checkout):
     assert not checkouts.read_from({"Bridge": "one_bridge", "numpy": "numpy"})
 
 
-def test_pages_of_recipes_say_it():
+def test_a_page_of_recipes_says_it():
     said = "Read from Megatron Bridge 0123 of 2026-08-22 and Megatron-LM 4567 of 2026-08-20."
     data = {"points": [], "uncovered": [], "unread": [], "runs": 0, "read_from": said}
     assert said in page.text(data)
-    assert said in checkouts.said_in(bridge_recipes.INTRODUCTION, said)

@@ -64,6 +64,12 @@ def test_a_clamp_keeps_what_it_clamped_beside_its_input():
 
 
 @pytest.mark.any_version
+def test_an_input_stored_in_fp8_takes_half():
+    gain = held(EXPERTS, 1) - held({**EXPERTS, "activation_func_fp8_input_store": True}, 1)
+    assert gain == ROWS * 2 * WIDTH
+
+
+@pytest.mark.any_version
 def test_biases_of_experts_are_added_to_copies_of_the_output():
     biased = records({**EXPERTS, "add_bias_linear": True}, 1, ())["none"]
     without = records(EXPERTS, 1, ())["none"]

@@ -42,12 +42,16 @@ class CurvePoint:
 
 
 def pareto(
-    problem: Problem, points: int = 64, also: Collection[int] = ()
+    problem: Problem,
+    points: int = 64,
+    also: Collection[int] = (),
+    known: Collection[CurvePoint] = (),
 ) -> tuple[CurvePoint, ...]:
     """Step time against budget, from the largest useful budget down to the least that fits.
 
     Points are each stage's choices of the least busy time, whose step is not searched further:
-    `solve` is as fast or faster, mostly in a schedule with several chunks per stage.
+    `solve` is as fast or faster, mostly in a schedule with several chunks per stage. A larger
+    budget is never slower than a smaller one.
 
     Where layers may offload, budgets are those at which the best of some replayed policies
     changes, and `solve` is as fast or faster.
@@ -56,22 +60,23 @@ def pareto(
         problem: its own budgets do not matter.
         points: how many budgets, at even distances.
         also: further budgets, of which those between the least and the largest count.
+        known: points of other searches.
     """
     if may_offload(problem):
-        return _replayed(problem, points)
-    if knows_host(problem.profile):
-        problem = deciding(problem)
+        found = _replayed(problem, points)
+    else:
+        own = deciding(problem) if knows_host(problem.profile) else problem
+        found = [_point(own, each, budget) for budget, each in _least_busy(own, points, also)]
     curve = list[CurvePoint]()
-    for budget, policy in reversed(_least_busy(problem, points, also)):
-        point = _point(problem, policy, budget)
+    for _, point in sorted({own.budget_bytes: own for own in (*found, *known)}.items()):
         if curve and point.step_ms > curve[-1].step_ms:
             # As fast on every stage, but split over chunks so that other stages wait longer.
-            point = replace(curve[-1], budget_bytes=budget)
+            point = replace(curve[-1], budget_bytes=point.budget_bytes)
         curve.append(point)
     return tuple(reversed(curve))
 
 
-def _replayed(problem: Problem, points: int) -> tuple[CurvePoint, ...]:
+def _replayed(problem: Problem, points: int) -> list[CurvePoint]:
     """Points of policies found without offload or copy times, replayed with their copies."""
     relaxed, without = without_copies(problem), without_offload(problem)
     found = _least_busy(relaxed, min(points, _RELAXED_POINTS))
@@ -87,7 +92,7 @@ def _replayed(problem: Problem, points: int) -> tuple[CurvePoint, ...]:
     for point in sorted(replayed, key=lambda point: (point.budget_bytes, point.step_ms)):
         if not curve or point.step_ms < curve[-1].step_ms:
             curve.append(point)
-    return tuple(reversed(curve))
+    return curve
 
 
 def _least_busy(
