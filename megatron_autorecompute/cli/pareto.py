@@ -13,8 +13,9 @@ from rich.text import Text
 from megatron_autorecompute.cli.arguments import add_json, at_least, picture
 from megatron_autorecompute.cli.output import check_output, console, print_result
 from megatron_autorecompute.cli.problem import add_problem, problems, read_source
+from megatron_autorecompute.planner.search.curve import pareto
 from megatron_autorecompute.report import terminal
-from megatron_autorecompute.report.data import Curve, best_points, strategies_of
+from megatron_autorecompute.report.data import Curve, needs_of_unbeaten, strategies_of
 
 TAKES_MEGATRON_FLAGS = True
 READS = ("profile", "job")
@@ -46,7 +47,7 @@ def run(args: Namespace) -> None:
     (problem,), asked = problems(args, read_source(args))
     with console(stderr=True).status("Megatron's own settings, and budgets"):
         strategies = strategies_of(problem)
-        points = best_points(problem, strategies, num_points=args.points)
+        points = pareto(problem, args.points, needs_of_unbeaten(strategies))
     percentile = problem.imbalance_percentile
     said = [*asked.notes, *terminal.imbalance_lines(problem.profile, percentile)]
     view = Group(terminal.curve_view(points, strategies), *map(Text, said))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_autorecompute.planner.launch_lines import bridge_lines, job_lines, pretrain_lines
@@ -60,21 +60,13 @@ def _curve(plan: Plan, problem: Problem) -> Curve:
         max(plan.budget_bytes), plan.cost.step_ms, plan.cost.peak_high_bytes, plan.policy.format()
     )
     known = [here] if len(set(plan.budget_bytes)) == 1 else []
-    points = best_points(problem, strategies, known)
+    points = pareto(problem, 24, needs_of_unbeaten(strategies), known)
     return Curve(plan.profile.model.name, points, strategies, min(plan.budget_bytes), here)
 
 
-def best_points(
-    problem: Problem,
-    strategies: Iterable[ManualResult],
-    known: Collection[CurvePoint] = (),
-    num_points: int = 24,
-) -> tuple[CurvePoint, ...]:
-    """The best policies for some budgets, largest first: for evenly spaced ones, and for what the
-    unbeaten strategies need. `pareto` solves them quickly; the step of a plan is searched further.
-    """
-    also = [strategy.peak_high_bytes for strategy in unbeaten(strategies)]
-    return pareto(problem, num_points, also, known)
+def needs_of_unbeaten(strategies: Iterable[ManualResult]) -> list[int]:
+    """Budgets that a curve has besides: peaks of the strategies that no other one beats."""
+    return [strategy.peak_high_bytes for strategy in unbeaten(strategies)]
 
 
 def strategies_of(problem: Problem) -> tuple[ManualResult, ...]:

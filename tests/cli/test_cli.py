@@ -13,9 +13,9 @@ from megatron_autorecompute.errors import MachineError, ProfileError
 from megatron_autorecompute.packages import needed
 from megatron_autorecompute.planner.cost.layout import Layout
 from megatron_autorecompute.planner.plan import Plan
+from megatron_autorecompute.planner.search.curve import pareto
 from megatron_autorecompute.policy import RecomputePolicy
 from megatron_autorecompute.profile import Profile
-from megatron_autorecompute.report.data import best_points
 from megatron_autorecompute.report.figures import strip_svg
 from megatron_autorecompute.report.terminal import shortened, strip
 from tests.cli.test_shown import on_a_terminal
@@ -177,7 +177,7 @@ def test_a_picture_of_an_unknown_kind_or_in_no_folder_is_refused(tmp_path, capsy
 PARETO = ["pareto", "--profile", LLAMA, *SHAPE, "--points", "20"]
 
 
-CURVE_OF_COMMAND = "megatron_autorecompute.cli.pareto.best_points"
+CURVE_OF_COMMAND = "megatron_autorecompute.cli.pareto.pareto"
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +187,7 @@ def curve():
 
     def once(*args, **options):
         if not points:
-            points.extend(best_points(*args, **options))
+            points.extend(pareto(*args, **options))
         return tuple(points)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""One linear program for all stages: mixtures of plans of chunks, paths of the step, and moments.
+"""The linear program of all stages: mixtures of plans of chunks, paths of the step, and moments.
 
 A step is at least as long as any path through its events, and a stage's bytes are at most its
 budget at every moment. The program knows some plans, paths and moments; its duals price time and
