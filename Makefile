@@ -116,13 +116,12 @@ quick-lint:
 ## Run all tests: both supported versions of megatron-core, Megatron Bridge, lint, types and rules.
 test:
 	@mkdir -p build && rm -f build/test-*.log
-	$(MAKE) --jobs=3 --keep-going test-core-016 test-core-019 test-once test-bridge test-te \
+	$(MAKE) --jobs=2 --keep-going test-core-016 test-core-019 test-once test-bridge test-te \
 	    test-planner lint || \
 	    { grep -E '^(FAILED|ERROR) ' build/test-*.log || echo 'No test failed: see lint above.'; exit 1; }
 
-# Three of these at a time, the longest first, and what they need: two leave a third of two cores
-# idle, while ranks wait for each other. Every line says whose it is, and what failed is said again
-# at the end. Without what triton's bindings (nanobind) say at every end.
+# Two of these at a time, the longest first, and what they need: every line says whose it is, and
+# what failed is said again at the end. Without what triton's bindings (nanobind) say at every end.
 UNSAID = /^nanobind: \|^See https:..nanobind\|^ - leaked \|^ - ... skipped remainder/d
 OF = 2>&1 | sed --unbuffered '$(UNSAID)' | tee build/$@.log | sed --unbuffered 's/^/$(1): /'
 
