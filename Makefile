@@ -116,12 +116,13 @@ quick-lint:
 ## Run all tests: both supported versions of megatron-core, Megatron Bridge, lint, types and rules.
 test:
 	@mkdir -p build && rm -f build/test-*.log
-	$(MAKE) --jobs=2 --keep-going test-core-016 test-core-019 test-once test-bridge test-te \
-	    test-planner lint || \
+	$(MAKE) --jobs=2 --keep-going test-planner test-core-016 test-core-019 test-once test-bridge \
+	    test-te lint || \
 	    { grep -E '^(FAILED|ERROR) ' build/test-*.log || echo 'No test failed: see lint above.'; exit 1; }
 
-# Two of these at a time, the longest first, and what they need: every line says whose it is, and
-# what failed is said again at the end. Without what triton's bindings (nanobind) say at every end.
+# Two of these at a time, and what they need: first what runs while torch is installed, then the
+# longest. Every line says whose it is, and what failed is said again at the end. Without what
+# triton's bindings (nanobind) say at every end.
 UNSAID = /^nanobind: \|^See https:..nanobind\|^ - leaked \|^ - ... skipped remainder/d
 OF = 2>&1 | sed --unbuffered '$(UNSAID)' | tee build/$@.log | sed --unbuffered 's/^/$(1): /'
 
@@ -141,7 +142,8 @@ test-core-019: $(TRITON) $(CORE_019)
 
 PLANNER := tests/planner tests/words
 
-test-planner: $(TRITON)
+# Needs neither torch nor Megatron.
+test-planner: $(LIGHT)
 	$(BIN)/python -m pytest $(PLANNER) $(ARGS) $(call OF,planner)
 
 # All other tests.
@@ -188,12 +190,11 @@ $(LIGHT): pyproject.toml constraints/cpu.txt | $(BIN)/python
 
 # torch is pinned in the constraints: any other request for it would bring CUDA's packages along.
 # What is imported of it is compiled then: compiling all of it takes as long as its installation.
-$(INSTALLED): pyproject.toml constraints/cpu.txt | $(BIN)/python
+$(INSTALLED): $(LIGHT)
 ifneq ($(HAS_CUDA),True)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints/cpu.txt torch
 endif
 	$(BIN)/python -m pip install --quiet --no-deps megatron-core==0.16.1
-	$(BIN)/python -m pip install --quiet --constraint constraints/cpu.txt --editable '.[dev]'
 	touch $@
 
 # megatron-core 0.19 and Bridge import it.

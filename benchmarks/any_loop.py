@@ -44,6 +44,8 @@ class Job:
     says: bool = True
     """Whether the loop says the lengths of its next call."""
     layers: int = 6
+    microbatches: int = 6
+    """The most in a call."""
 
     @property
     def ranks(self) -> int:
@@ -77,7 +79,8 @@ def lengths(job: Job, call: int) -> list[list[int]]:
     """Tokens of each microbatch, for every data-parallel rank."""
     draw = random.Random(call)
     top = int(MAX_TOKENS * draw.choice(SHARES))
-    count = draw.choice([2, 4, 6]) if job.vpp else draw.randint(2, 6)
+    most = job.microbatches
+    count = draw.choice(range(2, most + 1, 2)) if job.vpp else draw.randint(2, most)
     return [[8 * draw.randint(3, top // 8) for _ in range(count)] for _ in range(job.ep)]
 
 

@@ -10,7 +10,7 @@ from examples.loops.small_gpt import SmallGPT, get_forward_backward_func
 
 CALLS = 18
 WITH_CHUNKS, WITH_EXPERTS = JOBS[3:]
-SMALL = replace(WITH_EXPERTS, layers=3, budget_kib=9_500)
+SMALL = replace(WITH_EXPERTS, layers=3, budget_kib=9_500, microbatches=3)
 
 
 @pytest.mark.any_version
