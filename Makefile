@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 unexport PYTHONPATH
 
 .DEFAULT_GOAL := help
-.PHONY: help compare results examples recorded measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-planner test-bridge test-te gpu-dry-run wheel lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean
+.PHONY: help compare results examples recorded measured offload-recipes quick quick-search quick-others quick-lint test test-core-016 test-core-019 test-once test-shown test-planner test-bridge test-te gpu-dry-run wheel lint megatron-lm-checks bridge-checks bridge-hybrid-checks bridge-recipes published-steps reference docs clean
 
 ## List these targets.
 help:
@@ -116,8 +116,8 @@ quick-lint:
 ## Run all tests: both supported versions of megatron-core, Megatron Bridge, lint, types and rules.
 test:
 	@mkdir -p build && rm -f build/test-*.log
-	$(MAKE) --jobs=2 --keep-going test-planner test-core-016 test-core-019 test-once test-bridge \
-	    test-te lint || \
+	$(MAKE) --jobs=2 --keep-going test-planner test-core-016 test-core-019 test-shown test-bridge \
+	    test-te test-once lint || \
 	    { grep -E '^(FAILED|ERROR) ' build/test-*.log || echo 'No test failed: see lint above.'; exit 1; }
 
 # Two of these at a time, and what they need: first what runs while torch is installed, then the
@@ -146,10 +146,15 @@ PLANNER := tests/planner tests/words
 test-planner: $(LIGHT)
 	$(BIN)/python -m pytest $(PLANNER) $(ARGS) $(call OF,planner)
 
+SHOWN := tests/cli tests/report
+
+test-shown: $(TRITON)
+	$(BIN)/python -m pytest $(SHOWN) -m "not newest_version" $(ARGS) $(call OF,shown)
+
 # All other tests.
 test-once: $(TRITON)
 	$(BIN)/python -m pytest tests --ignore=tests/rules --ignore=tests/transformer_engine \
-	    $(addprefix --ignore=,$(MEETS_MEGATRON) $(PLANNER)) -m "not newest_version" $(ARGS) \
+	    $(addprefix --ignore=,$(MEETS_MEGATRON) $(PLANNER) $(SHOWN)) -m "not newest_version" $(ARGS) \
 	    $(call OF,once)
 
 ## Test Transformer Engine 2.20's own Python on CPU: torch stands for its C++ extension.

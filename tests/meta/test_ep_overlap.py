@@ -57,6 +57,7 @@ def test_a_forward_beside_a_backward_takes_one_microbatch_and_part_of_a_layer():
     assert str(beside.peak_span.where).startswith("forward of microbatch ")
 
 
+@pytest.mark.any_version
 def test_recompute_at_the_begin_of_a_chunk_takes_less_beside_a_backward_than_at_its_end():
     lean = "selective[layernorm+moe_act]*2"
     first, last = (run(p, **OVERLAP).peak_bytes for p in (f"{lean},none*2", f"none*2,{lean}"))
@@ -107,6 +108,7 @@ def test_two_stages_of_two_chunks_are_verified_in_the_combined_schedule():
     assert not low.agrees
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     ("policy", "fields"),
     [
@@ -129,6 +131,7 @@ def test_chunks_between_a_backward_and_a_forward_keep_inputs_of_layers_and_gradi
     assert all(0 <= check.error < 0.004 for check in verify(plan))
 
 
+@pytest.mark.any_version
 def test_a_job_that_offloads_beside_a_backward_is_run_as_it_is():
     """Also what no policy may: `mla_up_proj` made again from what `qkv_linear` offloads."""
     fields = {

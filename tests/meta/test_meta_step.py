@@ -297,6 +297,7 @@ def refused_stage(kind: str, fields: dict) -> None:
         stage_step(small_config(kind, fields), 0, dataclasses.replace(SHAPE, data_parallel_size=2))
 
 
+@pytest.mark.any_version
 def test_a_meta_step_leaves_neither_process_group_nor_stand_ins(fresh_process):
     fresh_process(meta_stages, "dense", {}, None)
     assert fresh_process(torch.distributed.is_initialized) is False
@@ -355,6 +356,7 @@ def full_stage_excess(fields: dict, stage: int) -> list[tuple[str, int]]:
     return excess
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("fields", [PP2, VPP2], ids=["1f1b", "interleaved"])
 def test_counts_are_those_of_a_real_gpt(fresh_process, fields, stage):

@@ -440,6 +440,7 @@ ALONE = [
 ]
 
 
+@pytest.mark.any_version
 def test_single_stages_of_many_run_the_replayed_events():
     (recorded,) = run_ranks(record_alone, 1, ALONE, activate=False)
     for (schedule, stage), events in zip(ALONE, recorded, strict=True):

@@ -58,6 +58,7 @@ def one_rank() -> StepResult:
     return steps("dense", {}, NO_DROPOUT)[0][0]
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("sizes", [PP2, VPP2], ids=["pp2", "pp2-vpp2"])
 def test_pipeline_layouts_give_the_bits_of_one_rank(one_rank, sizes):
     assert together(steps("dense", sizes, NO_DROPOUT)[0]).same_bits(one_rank)
@@ -130,6 +131,7 @@ def weights_after_training(num_steps: int) -> tuple[float, bool]:
     return losses[-1] - losses[0], moved
 
 
+@pytest.mark.any_version
 def test_distributed_optimizer_lowers_the_loss_and_moves_every_weight():
     for change, moved in run_ranks(weights_after_training, 2, 3):
         assert change < 0

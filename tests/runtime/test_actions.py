@@ -119,6 +119,7 @@ class Models:
         return self.expected[weights]
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("seed", range(3))
 def test_after_any_actions_every_model_has_the_gradients_of_a_plain_one(seed):
     models, done = Models(seed), []

@@ -116,6 +116,7 @@ def built(name):
     return model, text, 4 + fields.get("mtp_num_layers", 0)
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("way", ["deepcopy", pytest.param("pickle", marks=pytest.mark.any_version)])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_copy_runs_its_own_layers_under_the_same_choices(name, way):
@@ -228,6 +229,7 @@ def test_a_model_is_copied_as_the_page_says_and_not_without(monkeypatch):
     assert in_force(model).policy == applied.policy
 
 
+@pytest.mark.any_version
 def test_switching_and_undoing_the_original_leave_the_copy_as_it_is():
     (model,) = tiny_model(tiny_config())
     plain = cost(model)
@@ -242,6 +244,7 @@ def test_switching_and_undoing_the_original_leave_the_copy_as_it_is():
     assert (cost(model), cost(twin)) == (plain, plain)
 
 
+@pytest.mark.any_version
 def test_switching_and_undoing_the_copy_leave_the_original_as_it_is():
     (model,) = tiny_model(tiny_config())
     plain = cost(model)

@@ -404,7 +404,7 @@ def test_a_loop_of_many_lengths_has_the_results_of_one_without_us(one_rank, monk
 
     with_mamba = functools.partial(small_model, pattern="M-*-M-")
     monkeypatch.setattr(any_loop, "SmallGPT", with_mamba)
-    job = any_loop.Job("hybrid", 1, None, 1, 8_400)
+    job = any_loop.Job("hybrid", 1, None, 1, 8_400, microbatches=3)
     with runnable():
         ours, theirs = (any_loop.trained(job, 18, with_auto) for with_auto in (True, False))
     assert [call.result for call in ours] == [call.result for call in theirs]

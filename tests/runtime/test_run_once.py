@@ -267,6 +267,7 @@ def test_shares_of_a_layers_products_that_full_reruns(fields, whole, kept):
     assert round(100 * (flops["full+keep[core_attn]"] - flops["none"]) / forward) == kept
 
 
+@pytest.mark.any_version
 def test_full_reruns_all_where_dropout_is_fused_with_the_bias():
     # Compiled, it saves a mask that is not told from what it reads.
     fused = {"dropout": 0.1, "bias_dropout_fusion": True}
@@ -630,14 +631,8 @@ def test_a_graph_that_is_kept_runs_its_backward_twice():
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own compiler
-@pytest.mark.parametrize(
-    "what",
-    [
-        pytest.param("mlp", marks=pytest.mark.any_version),
-        pytest.param("self_attention.core_attention", marks=pytest.mark.newest_version),
-    ],
-)
-def test_torch_compile_of_what_is_in_a_layer_changes_no_bit(what, monkeypatch):
+@pytest.mark.any_version
+def test_torch_compile_of_what_is_in_a_layer_changes_no_bit(monkeypatch):
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     enabled = importlib.import_module("torch._dynamo.config").patch(disable=False)
     graphs = []
@@ -648,7 +643,7 @@ def test_torch_compile_of_what_is_in_a_layer_changes_no_bit(what, monkeypatch):
 
     model = model_of(dropout=0.0)
     for layer in model.decoder.layers:
-        layer.get_submodule(what).compile(backend=backend)
+        layer.mlp.compile(backend=backend)
     text = "full*1,full+keep[core_attn]*1,selective[mlp_act+qkv]*1,selective[mlp]*1"
     torch.compiler.reset()
     with enabled, torch.compiler.set_stance("default"):
@@ -700,6 +695,7 @@ class PackedAttention(torch.nn.Module):
 PACKS = ([5, 11, 16], [32], [8, 8, 8, 8], [3, 7, 6], [16])
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     "text",
     ["full", "full+keep[core_attn]", "selective[mlp_act+qkv]", "full/2*2,selective[mlp+qkv]*2"],
@@ -813,6 +809,7 @@ def test_weight_gradients_that_are_added_in_the_product_are_added_once(monkeypat
     assert all(map(torch.equal, gradients, reference))
 
 
+@pytest.mark.any_version
 def test_generators_end_where_no_recompute_leaves_them():
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -829,6 +826,7 @@ def test_generators_end_where_no_recompute_leaves_them():
         assert all(torch.equal(mine[name], each) for name, each in tracked.items()), text
 
 
+@pytest.mark.any_version
 def test_routers_count_tokens_and_losses_once():
     fields = {
         "kind": "moe",
@@ -851,6 +849,7 @@ def test_routers_count_tokens_and_losses_once():
         assert all(map(torch.equal, own, counted)), text
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("text", ["full", "full+keep[core_attn+dispatch]"])
 @pytest.mark.usefixtures("trusted")
 def test_experts_before_a_norm_run_again_and_their_router_counts_once(text):
@@ -945,6 +944,7 @@ def test_a_forward_without_a_backward_is_freed_at_once():
             gc.enable()
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("text", ["full", "full+keep[core_attn]", "selective[mlp_act+qkv]"])
 def test_a_step_leaves_nothing_for_the_garbage_collector(text):
     model = model_of()
@@ -1117,6 +1117,7 @@ def halved(_, __, output):
 CHOICES = ("full", "full/2", "full+keep[core_attn]", "selective[mlp]", "selective[mlp_act]")
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize(
     "hook",
     [finite, *(pytest.param(each, marks=pytest.mark.any_version) for each in (gated, halved))],
@@ -1139,6 +1140,7 @@ def test_a_hook_that_looks_at_values_changes_no_bit_and_is_said_once(hook, where
     assert f"{hook.__name__} on" in ours[0]
 
 
+@pytest.mark.any_version
 def test_a_forward_that_others_wrote_changes_no_bit():
     class Clipped(type(model_of().decoder.layers[0].mlp)):
         def forward(self, hidden_states, **options):
@@ -1153,6 +1155,7 @@ def test_a_forward_that_others_wrote_changes_no_bit():
         assert step_of(model, text, num_microbatches=2)[1].same_bits(reference), text
 
 
+@pytest.mark.any_version
 @pytest.mark.parametrize("text", ["full", "full+keep[core_attn]", "selective[mlp]"])
 def test_a_hook_that_comes_after_a_step_is_seen(text):
     def squashed(_, __, output):
