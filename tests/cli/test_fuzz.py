@@ -1,4 +1,4 @@
-"""A few hundred of the damaged inputs of `tests.cli.fuzz`, which runs any number of them."""
+"""Some of the damaged inputs of `tests.cli.fuzz`, which runs any number of them."""
 
 from collections import Counter
 
@@ -11,14 +11,14 @@ pytestmark = pytest.mark.any_version
 
 def test_damaged_files_and_flags_end_in_0_or_one_message_with_a_documented_code():
     codes, wrong = Counter(), []
-    for seed, kind, words, given in fuzz.run(range(250)):
+    for seed, kind, words, given in fuzz.run(range(180)):
         codes[kind, bool(given.code)] += 1
         if given.wrong:
             wrong.append(f"seed {seed}, {kind}: {words}\n{given.wrong}\n{given.err}")
     assert not wrong, "\n".join(wrong)
     for kind in ("profile", "plan", "flags", "job"):  # not all refused, and not all let through
-        assert codes[kind, False] >= 5
-        assert codes[kind, True] >= 20
+        assert codes[kind, False] >= 3
+        assert codes[kind, True] >= 12
 
 
 @pytest.mark.parametrize(

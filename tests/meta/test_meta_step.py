@@ -128,7 +128,6 @@ MIXED = "none,full/2*2,selective[core_attn],full/3*3,selective[core_attn+layerno
             "dense", {**PP2, "deallocate_pipeline_outputs": False}, MIXED, marks=ONE_VERSION
         ),
         pytest.param("mla", PP2, "selective[mla_up_proj]*4,none*4", marks=ONE_VERSION),
-        pytest.param("moe", {**PP2, **CAPACITY}, "none*8", marks=ONE_VERSION),
         pytest.param("moe", PP2, "full*4,selective[moe]*4", marks=ONE_VERSION),
         pytest.param("dense", {**PP2, "mtp_num_layers": 1}, None, marks=ONE_VERSION),
         pytest.param("dense", {**PP2, **BLOCK_1}, None, marks=ONE_VERSION),

@@ -9,7 +9,7 @@ from benchmarks.any_loop import JOBS
 from examples.loops.small_gpt import SmallGPT, get_forward_backward_func
 
 CALLS = 18
-WITH_CHUNKS, WITH_EXPERTS = JOBS[3:]
+WITH_CHUNKS, WITH_EXPERTS = (replace(job, microbatches=4) for job in JOBS[3:])
 SMALL = replace(WITH_EXPERTS, layers=3, budget_kib=9_500, microbatches=3)
 
 

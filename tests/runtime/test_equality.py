@@ -336,7 +336,7 @@ def policies_for(modules, *, seed, chunk=4, chunks=1):
 def test_tensor_parallel_ranks_with_and_without_sequence_parallelism_change_no_bit():
     # distribute_saved_activations cuts what a full checkpoint keeps across the ranks.
     fields = ({}, {"distribute_saved_activations": True}, {"sequence_parallel": True})
-    assert_equal_in_ranks("dense", TP2, policies_for(DENSE, seed=2), *fields)
+    assert_equal_in_ranks("dense", TP2, policies_for(DENSE, seed=2)[:5], *fields)
 
 
 def test_two_pipeline_stages_change_no_bit():
