@@ -420,6 +420,7 @@ APART = {"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_lay
 @pytest.mark.parametrize(
     ("base", "depths", "stages", "pipeline"),
     [
+        pytest.param(DENSE, 2, 1, {}, id="one stage"),
         pytest.param(DENSE, 2, 2, {}, id="two stages"),
         pytest.param(MOE, 1, 2, APART, id="a depth in a chunk of its own"),
     ],

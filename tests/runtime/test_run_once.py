@@ -631,8 +631,14 @@ def test_a_graph_that_is_kept_runs_its_backward_twice():
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's own compiler
-@pytest.mark.any_version
-def test_torch_compile_of_what_is_in_a_layer_changes_no_bit(monkeypatch):
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("mlp", marks=pytest.mark.any_version),
+        pytest.param("self_attention.core_attention", marks=pytest.mark.newest_version),
+    ],
+)
+def test_torch_compile_of_what_is_in_a_layer_changes_no_bit(what, monkeypatch):
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     enabled = importlib.import_module("torch._dynamo.config").patch(disable=False)
     graphs = []
@@ -643,7 +649,7 @@ def test_torch_compile_of_what_is_in_a_layer_changes_no_bit(monkeypatch):
 
     model = model_of(dropout=0.0)
     for layer in model.decoder.layers:
-        layer.mlp.compile(backend=backend)
+        layer.get_submodule(what).compile(backend=backend)
     text = "full*1,full+keep[core_attn]*1,selective[mlp_act+qkv]*1,selective[mlp]*1"
     torch.compiler.reset()
     with enabled, torch.compiler.set_stance("default"):
